@@ -1,0 +1,158 @@
+"""Every setting of a training run, typed; torch is not needed to read or refuse one.
+
+A config file may carry `recipes`: per method, the settings its own paper asks for on this data. They lie between the
+file and the command line:  defaults < file < recipes[method] < key=value.  With `recipe=common` only the `method:` part of a
+recipe counts, so that all methods share one budget (epochs, batch, optimiser) and differ in nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from pipeline.methods.options import MethodOptions, Prototypical
+from shards import settings
+from shards.config import BuildConfig
+from shards.settings import Settings, Tree, UserError
+
+PROG = "python -m pipeline.train"
+ABOUT = "Train an image classifier on shards whose labels may be wrong and whose classes are long-tailed."
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class DataConfig(Settings):
+    batch: PositiveInt = Field(64, description="global batch: pictures per step over all ranks together")
+    size: PositiveInt = Field(16, description="side of the square picture the network sees")
+    crop: Literal["pad", "resized"] = Field("pad", description="weak view: shifted crop of a padded picture (CIFAR) or random resized crop (web photographs)")
+    padding: NonNegativeInt = Field(2, description="pixels of padding for crop=pad")
+    area: tuple[Fraction, Fraction] = Field((0.4, 1.0), description="share of the picture's area for crop=resized")
+    flip: bool = Field(False, description="mirror half of the pictures (wrong for digits and other text)")
+    resize: NonNegativeInt = Field(0, description="test transform: short side before the centre crop; 0 = same as size")
+    mean: tuple[float, float, float] = Field((0.5, 0.5, 0.5), description="channel means of the pictures, for values in 0..1")
+    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = Field((0.5, 0.5, 0.5), description="channel deviations")
+    augmix: Literal["released", "original", "none"] = Field("released", description="strong view: AugMix as in the authors' code (one chain), as published (three chains), or none")
+    augmix_severity: PositiveFloat = Field(1.0, description="largest AugMix level")
+    strong_mean: tuple[float, float, float] | None = Field(None, description="another mean for the strong view (the released code uses CIFAR-10's on CIFAR-100)")
+    strong_std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = Field(None, description="another deviation for the strong view")
+    loader: Literal["tar", "ffcv"] = Field("tar", description="which shards to read: webdataset tars or the FFCV file")
+    threads: PositiveInt = Field(2, description="decoding threads per rank")
+    ahead: PositiveInt = Field(4, description="batches prepared ahead")
+    mix_group: PositiveInt = Field(8, description="mixup partners are drawn inside groups of this many neighbours of the shuffled order; groups never cross ranks")
+    shuffle_window: NonNegativeInt = Field(0, description="shuffle inside windows of this many shards, for data larger than the local cache; 0 = whole set")
+    cache: str = Field("", description="folder for copies of remote shards; empty = a folder in the system's temporary space")
+    cache_bytes: PositiveInt = Field(100 << 30, description="how much the cache may hold")
+    max_bad: Fraction = Field(0.01, description="share of pictures that may fail to decode in an epoch before the run stops")
+
+
+class ModelConfig(Settings):
+    backbone: str = Field("preact_resnet18", description="preact_resnet18, or the name of a timm model such as inception_resnet_v2")
+    width: PositiveInt = Field(16, description="channels of the first stage of preact_resnet18 (64 in the paper)")
+    norm: Literal["batch", "group"] = Field("batch", description="normalisation of preact_resnet18; group needs no batch statistics")
+    embedding: PositiveInt = Field(50, description="width of the embedding on the unit sphere")
+    pretrained: str = Field("", description="local .safetensors file with backbone weights")
+    ema: Fraction = Field(0.0, description="decay of an average of the weights used for survey and evaluation; 0 = off")
+    checkpoint_activations: bool = Field(False, description="recompute activations in the backward pass to save memory")
+    channels_last: bool = Field(False, description="memory layout that tensor cores prefer")
+    compile: bool = Field(False, description="torch.compile the backbone")
+    sync_batchnorm: bool = Field(True, description="share batch statistics over ranks (CUDA only; CPU ranks keep their own)")
+
+
+class OptimConfig(Settings):
+    lr: PositiveFloat = Field(0.05, description="initial learning rate for the global batch")
+    momentum: Fraction = Field(0.9, description="SGD momentum")
+    weight_decay: NonNegativeFloat = Field(5e-4, description="L2 penalty on all weights")
+    schedule: Literal["cosine", "steps", "restarts", "constant"] = Field("cosine", description="course of the learning rate over epochs")
+    final_lr: NonNegativeFloat = Field(2e-4, description="where cosine and restarts end")
+    milestones: tuple[Fraction, ...] = Field((), description="schedule=steps: parts of the training after which lr is multiplied by decay")
+    decay: PositiveFloat = Field(0.1, description="factor at each milestone")
+    restart_epochs: PositiveInt = Field(10, description="schedule=restarts: epochs of one cosine cycle")
+    warmup_epochs: NonNegativeInt = Field(0, description="epochs of linear increase to lr")
+    clip: NonNegativeFloat = Field(0.0, description="largest gradient norm; 0 = no clipping")
+    accumulate: PositiveInt = Field(1, description="micro-batches a global batch is cut into to save memory")
+
+
+class TrainConfig(Settings):
+    epochs: PositiveInt = Field(30, description="epochs of the main stage")
+    precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="fp32, bf16 autocast, or fp16 with a loss scaler")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes CUDA where there is one")
+    log_every: PositiveInt = Field(20, description="steps between log lines")
+    timeout: PositiveFloat = Field(600.0, description="seconds a collective may take before the job ends")
+    max_bad_steps: NonNegativeInt = Field(5, description="steps in a row with a loss that is not finite, skipped before the run stops")
+    deadline_minutes: NonNegativeFloat = Field(0.0, description="stop cleanly, resumable, after this long; 0 = never")
+    stop_file: str = Field("", description="stop cleanly, resumable, when this file appears; empty = OUTPUT/stop")
+    sample_log: bool = Field(False, description="write the index of every sample seen to OUTPUT/samples-rankR.jsonl")
+
+
+class CheckpointConfig(Settings):
+    url: str = Field("", description="folder or fsspec URL; empty = OUTPUT/checkpoints")
+    every_epochs: NonNegativeInt = Field(1, description="save after this many epochs; 0 = only at the end and when stopped")
+    every_steps: NonNegativeInt = Field(0, description="also save after this many steps; 0 = off")
+    every_minutes: NonNegativeFloat = Field(0.0, description="also save after this many minutes; 0 = off")
+    keep: Annotated[int, Field(ge=2)] = Field(3, description="how many of the newest to keep (the best is kept besides)")
+    background: bool = Field(True, description="write while training goes on")
+
+
+class TrackingConfig(Settings):
+    uri: str = Field("sqlite:///runs/mlflow.db", description="MLflow tracking URI; empty = journal only")
+    experiment: str = Field("evenhand", description="MLflow experiment")
+    run_name: str = Field("", description="empty = dataset, bias, method and seed")
+    parent: str = Field("", description="run id of the sweep this run belongs to")
+    tags: dict[str, str] = Field({}, description="further tags")
+    log_model: bool = Field(True, description="log the final model as an MLflow model")
+    register_as: str = Field("", description="also register the model under this name")
+    system_metrics: bool = Field(True, description="log CPU, memory and GPU use")
+
+
+class DeepSpeedConfig(Settings):
+    stage: Literal[0, 1, 2, 3] = Field(1, description="ZeRO stage")
+    config: str = Field("", description="your own DeepSpeed JSON; its keys win over the block made here")
+
+
+class Config(Settings):
+    seed: NonNegativeInt = Field(0, description="of weights, order and augmentation; the bias of the data has shards.bias_seed")
+    output: str = Field("", description="folder of the run; empty = runs/ and a readable name")
+    recipe: Literal["own", "common"] = Field("own", description="the method's own settings from the file's recipes, or one budget for all")
+    engine: Literal["ddp", "deepspeed"] = Field("ddp", description="who runs the distributed step")
+    table_cell: str = Field("", description="table of the paper this run belongs to, for the report")
+    shards: BuildConfig = BuildConfig()
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    method: MethodOptions = Prototypical()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Config:
+        if self.optim.accumulate > self.data.batch:
+            raise ValueError("optim.accumulate cuts the batch into more parts than it has pictures; lower it or raise data.batch")
+        if self.data.area[0] > self.data.area[1]:
+            raise ValueError("data.area must be (smallest, largest)")
+        return self
+
+
+def combine(file_tree: Tree, overrides: Tree) -> Tree:
+    """The file, the recipe of the chosen method, then the command line."""
+    file_tree = dict(file_tree)
+    recipes: Any = file_tree.pop("recipes", None) or {}
+    if not isinstance(recipes, dict):
+        raise UserError("recipes: must hold one block per method name.")
+    chosen = settings.merge(file_tree, overrides)
+    method = chosen.get("method", {})
+    name = method.get("name", Prototypical().name) if isinstance(method, dict) else method
+    recipe = recipes.get(name) or {}
+    if chosen.get("recipe", "own") == "common":
+        recipe = {key: value for key, value in recipe.items() if key == "method"}
+    tree = settings.merge(settings.merge(file_tree, recipe), overrides)
+    file_method = file_tree.get("method", {})
+    if file_method.get("name", name) != name:  # the file's options belong to another method
+        tree["method"] = settings.merge(recipe.get("method", {}), overrides.get("method", {}))
+    return tree
+
+
+def load(argv: list[str]) -> Config:
+    """The settings of a run from its command line."""
+    return settings.load(Config, argv, PROG, ABOUT, combine)

@@ -1,0 +1,71 @@
+"""What a method sees of the data: the training set as a whole, and one batch of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from pipeline.data import order
+from pipeline.data.randoms import keyed_generator
+
+
+@dataclass(frozen=True)
+class TrainingSet:
+    """The training set without its pictures and without its true labels: what a method may know."""
+
+    given: np.ndarray  # (N,) int32 given labels
+    classes: int
+    seed: int
+    batch: int
+    shard_sizes: tuple[int, ...] = ()
+    shuffle_window: int = 0
+
+    def __len__(self) -> int:
+        return len(self.given)
+
+    @property
+    def counts(self) -> np.ndarray:
+        """(K,) samples per given label."""
+        return np.bincount(self.given, minlength=self.classes)
+
+    def shuffled(self, tick: int, subset: np.ndarray | None = None, stream: int = 0) -> np.ndarray:
+        """Every sample (of the subset) once, in the order of this tick."""
+        return order.shuffled(len(self), self.seed, tick, stream, subset, self.shard_sizes, self.shuffle_window)
+
+    def balanced(self, tick: int, length: int, stream: int = 0) -> np.ndarray:
+        """`length` samples, every class equally often, cycling inside a class."""
+        return order.balanced(self.given, self.classes, self.seed, tick, length, stream)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One walk over an order of samples. With `beside`, each step also carries a batch of that second order (cycled)."""
+
+    order: np.ndarray  # (n,) sample indices, already shuffled
+    views: tuple[str, ...] = ("weak",)
+    batch: int = 0  # 0: the run's global batch
+    beside: np.ndarray | None = None
+    beside_batch: int = 0
+    trainable: tuple[str, ...] | None = None  # None: the stage's
+
+
+@dataclass
+class Batch:
+    """This rank's rows of one global batch. A row that stands in for nothing has valid = 0 and must not count."""
+
+    index: Tensor  # (B,) int64 permanent sample index
+    label: Tensor  # (B,) int64 given label
+    valid: Tensor  # (B,) float32, 1 or 0
+    views: dict[str, Tensor]  # name -> (B,3,H,W) float32, normalised
+    rows: tuple[int, ...]  # how many rows each rank holds in this step
+    key: tuple[int, ...]  # (seed, tick, step): the same on every rank
+    groups: Tensor  # (B,) int64, mixing group of each row; groups never cross ranks
+    share: float = 1.0  # this micro-batch's part of its global batch, by rows over all ranks
+    last: bool = True  # whether the optimiser steps after this micro-batch
+    beside: Batch | None = field(default=None)  # a second stream, e.g. unlabelled beside labelled
+
+    def generator(self, purpose: int) -> np.random.Generator:
+        """Random numbers of this step, the same on every rank and after a restart."""
+        return keyed_generator(*self.key, purpose)

@@ -1,0 +1,121 @@
+"""Who am I among the ranks, and the few things ranks say to each other.
+
+Every collective is called by every rank at the same moment. With one rank all of them are free.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as dist_grad
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Sum over ranks, without gradient; a new tensor."""
+        value = value.detach().clone()
+        if self.size > 1:
+            dist.all_reduce(value)
+        return value
+
+    def max(self, value: Tensor) -> Tensor:
+        value = value.detach().clone()
+        if self.size > 1:
+            dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return value
+
+    def mean_over(self, values: Tensor, weights: Tensor) -> Tensor:
+        """Weighted mean over the samples of ALL ranks, scaled for engines that average gradients over ranks.
+
+        values, weights: (B,) of this rank. DDP divides gradients by the number of ranks R, so each rank returns
+        R * sum_local(w*v) / sum_global(w); the average over ranks of what is returned is the global mean.
+        """
+        total = self.sum(weights.sum()).clamp_min(1e-8)
+        return self.size * (weights * values).sum() / total
+
+    def gather_rows(self, value: Tensor, rows: Sequence[int], grad: bool = False) -> Tensor:
+        """Rows of all ranks, in rank order. `rows` says how many each rank holds (all ranks know it).
+
+        With grad=True the gradient of every rank's use of a row comes back to the rank that owns it.
+        """
+        if self.size == 1:
+            return value
+        most = max(rows)
+        padded = value
+        if value.shape[0] < most:
+            padded = torch.cat([value, value.new_zeros(most - value.shape[0], *value.shape[1:])])
+        if grad:
+            parts = dist_grad.all_gather(padded.contiguous())
+        else:
+            padded = padded.detach().contiguous()
+            parts = tuple(torch.empty_like(padded) for _ in range(self.size))
+            dist.all_gather(list(parts), padded)
+        return torch.cat([part[:n] for part, n in zip(parts, rows)])
+
+    def share(self, value: T | None) -> T:
+        """The lead's object on every rank."""
+        box: list[Any] = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def gather_objects(self, value: T) -> list[T]:
+        """One object of every rank, on every rank."""
+        out: list[Any] = [value]
+        if self.size > 1:
+            out = [None] * self.size
+            dist.all_gather_object(out, value)
+        return out
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    def slice_of(self, n: int) -> slice:
+        """This rank's contiguous part of n things; no padding, no overlap."""
+        return slice(n * self.rank // self.size, n * (self.rank + 1) // self.size)
+
+    def slice_sizes(self, n: int) -> list[int]:
+        return [n * (r + 1) // self.size - n * r // self.size for r in range(self.size)]
+
+
+def start(device: str = "auto", timeout_seconds: float = 600.0) -> World:
+    """Join the other ranks, if torchrun (or anyone who sets its variables) started several."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    where = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(where)
+    elif size > 1:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
+    if size > 1 and not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    return World(rank, size, local_rank, where)
+
+
+def stop() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""Pictures become shards, once: sources -> bias -> tar or FFCV shards -> manifest."""
