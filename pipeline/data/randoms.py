@@ -17,7 +17,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 def uniform(key: tuple[int, ...], index: np.ndarray, draws: int) -> np.ndarray:
     """(B, draws) float64 in [0,1): row i depends on `key` and index[i] alone."""
     with np.errstate(over="ignore"):
-        state = np.zeros(1, np.uint64)
+        state = np.full(1, len(key), np.uint64)
         for part in key:
             state = _mix(state + _GOLDEN + np.uint64(part))
         rows = _mix(state + _GOLDEN * (np.asarray(index).astype(np.uint64) + np.uint64(1)))  # (B,)
@@ -27,4 +27,5 @@ def uniform(key: tuple[int, ...], index: np.ndarray, draws: int) -> np.ndarray:
 
 def keyed_generator(*key: int) -> np.random.Generator:
     """A generator for things drawn once per step or epoch."""
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(list(key))))
+    # The length comes first because SeedSequence pads with zeros: (1, 2) and (1, 2, 0) would be one stream.
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([len(key), *key])))
