@@ -1,0 +1,145 @@
+"""The journal of a run: an append-only file of JSON lines, the truth about everything that was measured.
+
+Whoever trains only ever appends here. What becomes of the lines (an MLflow server, a report) is somebody
+else's work and can fail, wait and start again without the training noticing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+log = logging.getLogger(__name__)
+
+_CREDENTIALS = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*://)[^/\s@'\"]+@")
+_SECRET_ARGUMENT = re.compile(
+    r"(?i)(?P<name>[?&;][\w.-]*(?:password|passwd|token|secret|signature|credential|api_?key)[\w.-]*=)[^&;\s'\"]+"
+)
+
+
+def redact(text: str) -> str:
+    """The text with user names, passwords and tokens taken out of every URL in it."""
+    return _SECRET_ARGUMENT.sub(r"\g<name>***", _CREDENTIALS.sub(r"\g<scheme>***@", text))
+
+
+def redact_all(value: Any) -> Any:
+    """`redact` for every text inside lists and mappings."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, dict):
+        return {key: redact_all(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact_all(inner) for inner in value]
+    return value
+
+
+class Journal:
+    """Appends records; never raises and never waits for anything but the local file system.
+
+    If the disk is full the lines wait in memory and are written with the next record that fits.
+    """
+
+    def __init__(self, path: Path, keep: int | None = None) -> None:
+        """Open for appending; with `keep`, only that many bytes of what is there stay."""
+        self.path = path
+        self._lock = threading.Lock()
+        self._waiting: list[bytes] = []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self.size = os.fstat(self._file).st_size
+        keep = self._last_line_end() if keep is None else min(keep, self.size)
+        if keep < self.size:
+            os.ftruncate(self._file, keep)
+            self.size = keep
+
+    def append(self, record: Record) -> None:
+        line = json.dumps(redact_all(record), separators=(",", ":"), default=str).encode() + b"\n"
+        with self._lock:
+            self._waiting.append(line)
+            self._write()
+
+    def _write(self) -> None:
+        data = b"".join(self._waiting)
+        try:
+            written = os.pwrite(self._file, data, self.size)
+            if written < len(data):
+                raise OSError(28, "No space left on device")
+        except OSError as error:
+            if len(self._waiting) == 1:
+                log.warning("%s cannot be written (%s); its lines wait in memory.", self.path, error.strerror)
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self.size)  # no half line stays behind
+            return
+        self.size += len(data)
+        self._waiting.clear()
+
+    def sync(self) -> None:
+        """Ask the disk to keep what was written; called away from the training."""
+        with contextlib.suppress(OSError):
+            os.fsync(self._file)
+
+    def close(self) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            if self._waiting:
+                self._write()
+            os.close(self._file)
+
+    def _last_line_end(self) -> int:
+        """A process that died may have left half a line: where the last whole one ends."""
+        tail = os.pread(self._file, 1 << 20, max(0, self.size - (1 << 20)))
+        return self.size - len(tail) + tail.rfind(b"\n") + 1
+
+
+def read(path: Path, offset: int = 0) -> Iterator[tuple[int, Record]]:
+    """(end of the line, record) for every whole line from `offset` on. A line that is not JSON is named and
+    left out.
+    """
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            offset += len(line)
+            try:
+                record = json.loads(line)
+            except ValueError:
+                log.warning("%s: the line that ends at byte %d is not JSON and is left out.", path, offset)
+                continue
+            if isinstance(record, dict):
+                yield offset, record
+
+
+# -- how far the journal has been shipped ----------------------------------------------------------
+
+
+def pending(path: Path) -> int:
+    """Records of the journal that no server has acknowledged."""
+    cursor = read_cursor(path)
+    return sum(1 for _ in read(path, cursor.get("offset", 0))) + len(cursor.get("deferred", []))
+
+
+def read_cursor(path: Path) -> Record:
+    return next((record for _, record in read(Path(f"{path}.shipped"))), {})
+
+
+def write_cursor(path: Path, cursor: Record) -> None:
+    temporary = Path(f"{path}.shipped.tmp")
+    temporary.write_text(json.dumps(cursor) + "\n", encoding="utf-8")
+    os.replace(temporary, f"{path}.shipped")
+
+
+def rewind(path: Path, size: int) -> None:
+    """After the journal was cut: what lies behind its end has to be looked at again."""
+    cursor = read_cursor(path)
+    if cursor.get("offset", 0) > size:
+        write_cursor(path, {**cursor, "offset": size, "deferred": []})
