@@ -1,0 +1,191 @@
+"""Start training under torchrun, pass signals on, and end with an exit code that says what happened.
+
+    python -m launch.entry --config configs/digits.yaml train.epochs=3
+    python -m launch.entry --nnodes=2 --nproc-per-node=8 ... -- --config configs/digits.yaml
+
+torchrun exits with 1 whatever its workers did. This entry reads what each rank recorded about its end and exits with
+
+    0   finished
+    2   the configuration or the data is wrong: do not try again before it is corrected
+    75  stopped on request; the same command goes on where it stopped
+    1   anything else; the same command goes on from the last checkpoint
+
+Settings are checked before torchrun starts, so a typing mistake answers at once. torch is not imported here.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+
+from pipeline import config, outcome, preemption
+from shards import settings
+from shards.settings import UserError
+
+WORKER = ("-m", "pipeline.train")
+SHUTDOWN_SECONDS = (
+    100  # for saving after a signal; torchrun's own 30 may be short for a large model on a slow store
+)
+REFUSED_GRACE = (
+    5.0  # seconds the ranks have to end by themselves after one of them refused its settings or data
+)
+HELP = """usage: python -m launch.entry [train options]
+       python -m launch.entry [torchrun options] -- [train options]
+
+Starts training under torchrun: on every GPU of this machine, or one process without GPUs; several machines and everything
+else by torchrun's own options (torchrun --help) or its PET_ environment variables. Train options are those of
+python -m pipeline.train (--help there lists them).
+
+Exit codes: 0 finished; 2 the configuration or the data is wrong, do not try again before it is corrected; 75 stopped on
+request (SIGTERM, SIGINT, SIGUSR1, deadline, stop file), the same command goes on; 1 anything else, the same command goes
+on from the last checkpoint.
+"""
+
+
+def split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """(torchrun options, train options)."""
+    if "--" in argv:
+        at = argv.index("--")
+        return argv[:at], argv[at + 1 :]
+    return [], argv
+
+
+def torchrun_options(given: list[str], env: Mapping[str, str]) -> list[str]:
+    """The options given, and defaults for what neither they nor PET_ variables (set by TrainJob) decide."""
+
+    def decided(*names: str) -> bool:
+        words = {word.partition("=")[0].lstrip("-").replace("_", "-") for word in given}
+        return any(name in words or f"PET_{name.replace('-', '_').upper()}" in env for name in names)
+
+    out = list(given)
+    if not decided("nproc-per-node"):
+        out.append(f"--nproc-per-node={'gpu' if has_gpu() else 1}")
+    if not decided(
+        "standalone", "nnodes", "rdzv-endpoint", "rdzv-backend", "master-addr", "master-port", "node-rank"
+    ):
+        out.append("--standalone")  # a free port: two jobs on one machine do not meet
+    if not decided("shutdown-timeout") and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in env:
+        out.append(f"--shutdown-timeout={SHUTDOWN_SECONDS}")
+    if not decided("signals-to-handle"):
+        out.append("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+    return out
+
+
+def has_gpu() -> bool:
+    """Whether a CUDA or ROCm device is here, without importing torch."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+
+
+class Supervisor:
+    """One torchrun, the signals meant for it, and what its ranks recorded."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.command = command
+        self.asked: str | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> int:
+        with tempfile.TemporaryDirectory(prefix="evenhand-") as folder:
+            before = {number: signal.signal(number, self._pass_on) for number in _PASSED_ON}
+            try:
+                env = {**os.environ, outcome.FOLDER: folder, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+                # A session of its own: Ctrl-C in a terminal reaches torchrun once, through us, not twice.
+                self.process = subprocess.Popen(
+                    self.command, env=env, start_new_session=True, preexec_fn=preemption.kill_when_orphaned
+                )
+                if self.asked:  # came in while it was being started
+                    self.process.terminate()
+                code = self._wait(self.process, folder)
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+            return self._judge(code, outcome.collect(folder))
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """The first request goes to torchrun and from there to the ranks. Repeated ones would break its shutdown, except a
+        second Ctrl-C: then somebody is in a hurry."""
+        if self.process is not None and self.asked is None:
+            self.process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+        elif self.process is not None and number == signal.SIGINT:
+            self.process.kill()
+        self.asked = self.asked or signal.Signals(number).name
+
+    def _wait(self, process: subprocess.Popen[bytes], folder: str) -> int:
+        """Wait for torchrun. After a refusal it is not left to restart the ranks with the same mistake."""
+        refused_at: float | None = None
+        while True:
+            try:
+                return process.wait(timeout=0.5)
+            except subprocess.TimeoutExpired:
+                ends = outcome.collect(folder).values()
+                if refused_at is None and any(end["outcome"] == "refused" for end in ends):
+                    refused_at = time.monotonic()
+                if refused_at is not None and time.monotonic() > refused_at + REFUSED_GRACE:
+                    refused_at = float("inf")
+                    process.terminate()
+
+    def _judge(self, code: int, ends: dict[int, dict[str, str]]) -> int:
+        kinds = {end["outcome"] for end in ends.values()}
+        if "refused" in kinds:
+            return _say(ends, "refused")
+        if "failed" in kinds:
+            return _say(ends, "failed")
+        if "stopped" in kinds:
+            return _say(ends, "stopped")
+        if code == 0:
+            return 0
+        if self.asked:
+            print(
+                f"stopped: {self.asked} came before the ranks could save; the same command goes on from the last checkpoint.",
+                file=sys.stderr,
+            )
+            return outcome.EXIT_CODES["stopped"]
+        print(
+            "failed: a rank ended without saying why (see its output above); the same command goes on from the last checkpoint.",
+            file=sys.stderr,
+        )
+        return outcome.EXIT_CODES["failed"]
+
+
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+
+
+def _say(ends: dict[int, dict[str, str]], kind: str) -> int:
+    rank, end = next((rank, end) for rank, end in ends.items() if end["outcome"] == kind)
+    print(f"{kind}: rank {rank}: {end['reason']}" if end["reason"] else f"{kind}.", file=sys.stderr)
+    return outcome.EXIT_CODES[kind]
+
+
+def launch(options: list[str], worker: list[str]) -> int:
+    """Run a worker command under torchrun; the exit code of the table above."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *torchrun_options(options, os.environ)]
+    return Supervisor([*torchrun, *worker]).run()
+
+
+def main(argv: list[str], check: Callable[[list[str]], object] = config.load) -> int:
+    options, words = split(argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(HELP, end="")
+        return 0
+    try:
+        check(words)
+    except UserError as error:
+        if not options and "There is no option" in str(error):
+            raise UserError(
+                f"{error}\nOptions of torchrun stand before a `--`: python -m launch.entry --nproc-per-node=2 -- key=value"
+            ) from None
+        raise
+    return launch(options, [*WORKER, *words])
+
+
+if __name__ == "__main__":
+    settings.run(main)

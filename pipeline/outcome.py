@@ -1,0 +1,42 @@
+"""How a rank ended, left where the launcher can find it. torchrun itself exits with 1 whatever happened."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Literal
+
+Outcome = Literal["finished", "stopped", "refused", "failed"]
+FOLDER = "EVENHAND_OUTCOME"  # environment variable, set by launch.entry
+EXIT_CODES: dict[str, int] = {"finished": 0, "failed": 1, "refused": 2, "stopped": 75}
+
+
+def record(outcome: Outcome, reason: str = "") -> int:
+    """Leave the outcome of this rank for the launcher; the exit code this process should end with.
+
+    Under `launch.entry` a stopped rank exits with 0, else torchrun would take the stop for a crash and start it again.
+    """
+    folder = os.environ.get(FOLDER)
+    if not folder:
+        return EXIT_CODES[outcome]
+    rank = int(os.environ.get("RANK", "0"))
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    text = json.dumps({"outcome": outcome, "reason": reason, "attempt": attempt})
+    path = Path(folder) / f"rank-{rank}.json"
+    temporary = path.with_suffix(f".{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError:  # the run itself ended as it did; a full disk must not turn it into a crash
+        return EXIT_CODES[outcome]
+    return 0 if outcome == "stopped" else EXIT_CODES[outcome]
+
+
+def collect(folder: str | Path) -> dict[int, dict[str, str]]:
+    """Outcomes by rank, of the latest attempt only: after an in-place restart the earlier ones say nothing."""
+    found: dict[int, dict[str, str]] = {}
+    for path in Path(folder).glob("rank-*.json"):
+        found[int(path.stem.removeprefix("rank-"))] = json.loads(path.read_text(encoding="utf-8"))
+    last = max((int(item["attempt"]) for item in found.values()), default=0)
+    return {rank: item for rank, item in sorted(found.items()) if int(item["attempt"]) == last}

@@ -1,0 +1,265 @@
+"""The file format of a checkpoint: one folder, three files, every byte accounted for.
+
+    tensors.safetensors   all tensors, by their path in the tree (any safetensors reader opens it)
+    state.json            the tree itself; a tensor stands in it as {"$tensor": "path"}
+    manifest.json         format, step, size and sha256 of the other two, and a seal over the manifest itself
+
+The manifest is written last. A folder whose bytes do not agree with it is refused with the reason; nothing here can run
+code, and no name in a manifest is ever used as a path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shards.settings import UserError
+from shards.storage import Store
+
+FORMAT = 1
+TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
+MAX_MANIFEST_BYTES = 1 << 20
+CHUNK = 8 << 20  # object stores resume a lost connection only between requests
+NAME = re.compile(r"step-(\d{9,})(?:\.(\d{1,6}))?")
+
+Tree = dict[str, Any]
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class Damaged(Exception):
+    """This checkpoint is not what was written; the message says how one can tell."""
+
+
+@dataclass
+class Snapshot:
+    """A verified checkpoint, still as bytes."""
+
+    name: str
+    step: int
+    best: bool
+    state: bytes
+    tensors: bytearray
+
+    def tree(self) -> Tree:
+        """The tree that was saved, tensors on the CPU with memory of their own."""
+        try:
+            return decode(self.state, parse_tensors(self.tensors))
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            IndexError,
+            AttributeError,
+            RuntimeError,
+            RecursionError,
+        ) as error:
+            raise Damaged(f"its content cannot be read ({type(error).__name__}: {error})") from None
+
+
+# -- the tree ----------------------------------------------------------------------------------------------------------
+
+
+def encode(tree: Tree) -> tuple[dict[str, Tensor], bytes]:
+    """(tensors by path, JSON of the rest). Tuples come back as lists; everything else comes back equal."""
+    tensors: dict[str, Tensor] = {}
+
+    def visit(value: Any, path: str) -> Any:
+        if isinstance(value, Tensor):
+            name = path if path not in tensors else f"{path}#{len(tensors)}"
+            tensors[name] = value
+            return {"$tensor": name}
+        if isinstance(value, dict):
+            for key in value:
+                if not isinstance(key, str) or key.startswith("$"):
+                    raise TypeError(
+                        f"checkpoint: the key {key!r} in '{path}' must be a string that does not start with $"
+                    )
+            return {key: visit(inner, f"{path}/{key}" if path else key) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [visit(inner, f"{path}/{i}") for i, inner in enumerate(value)]
+        if type(value) is float and not math.isfinite(value):
+            return {"$float": repr(value)}  # JSON has no word for it
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        raise TypeError(
+            f"checkpoint: '{path}' is a {type(value).__name__}; only tensors and JSON values are saved"
+        )
+
+    shape = visit(tree, "")
+    return tensors, json.dumps(shape, allow_nan=False).encode()
+
+
+def decode(state: bytes, tensors: dict[str, Tensor]) -> Tree:
+    def visit(value: dict[str, Any]) -> Any:
+        if "$tensor" in value:
+            return tensors[value["$tensor"]]
+        return float(value["$float"]) if "$float" in value else value
+
+    tree = json.loads(state, object_hook=visit)
+    if not isinstance(tree, dict):
+        raise ValueError("state.json does not hold a mapping")
+    return tree
+
+
+# -- safetensors, as a stream ------------------------------------------------------------------------------------------
+
+
+def stream_tensors(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """The safetensors file of contiguous CPU tensors, piece by piece, without a second copy in memory.
+
+    The library's own writer builds the whole file first; pieces can be hashed and sent while they are written.
+    """
+    order = sorted(
+        tensors, key=lambda name: (-tensors[name].element_size(), name)
+    )  # keeps every tensor aligned
+    header: dict[str, Any] = {}
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for name in order:
+        if tensors[name].numel():
+            whole = memoryview(tensors[name].reshape(-1).view(torch.uint8).numpy())
+            for at in range(0, len(whole), CHUNK):
+                yield whole[at : at + CHUNK]
+
+
+def parse_tensors(data: bytearray) -> dict[str, Tensor]:
+    begin = 8 + int.from_bytes(data[:8], "little")
+    if begin > len(data):
+        raise ValueError("the header of tensors.safetensors is longer than the file")
+    out: dict[str, Tensor] = {}
+    whole = torch.frombuffer(data, dtype=torch.uint8)
+    for name, item in json.loads(data[8:begin]).items():
+        if name == "__metadata__":
+            continue
+        start, end = item["data_offsets"]
+        if not 0 <= start <= end <= len(data) - begin:
+            raise ValueError(f"'{name}' lies outside tensors.safetensors")
+        piece = whole[begin + start : begin + end].clone()
+        out[name] = piece.view(_DTYPES[item["dtype"]]).reshape(item["shape"])
+    return out
+
+
+# -- the folder --------------------------------------------------------------------------------------------------------
+
+
+def write(put: Callable[[str, Iterable[bytes | memoryview]], dict[str, Any]], step: int, best: bool,
+          tensors: dict[str, Tensor], state: bytes) -> None:  # fmt: skip
+    """Write the three files through `put(name, pieces)`, which returns size and sha256; the manifest comes last."""
+    files = {TENSORS: put(TENSORS, stream_tensors(tensors)), STATE: put(STATE, [state])}
+    manifest: Tree = {"format": FORMAT, "step": step, "best": best, "files": files}
+    manifest["seal"] = _seal(manifest)
+    put(MANIFEST, [json.dumps(manifest, indent=1).encode()])
+
+
+def put_file(open_file: Any, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Write pieces to an open file, to the disk if it has one; what the manifest says of it."""
+    digest, size = hashlib.sha256(), 0
+    with open_file as file:
+        for piece in pieces:
+            digest.update(piece)
+            size += len(piece)
+            file.write(piece)
+        file.flush()
+        if (number := _file_number(file)) is not None:
+            os.fsync(number)
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _file_number(file: Any) -> int | None:
+    try:
+        return int(file.fileno())
+    except (AttributeError, OSError):
+        return None
+
+
+def read_manifest(store: Store, name: str) -> Tree:
+    """The manifest of a checkpoint, its seal checked."""
+    folder = f"{name}/" if name else ""
+    where = f"{store}/{name}".rstrip("/")
+    size = store.size(folder + MANIFEST)
+    if size is None:
+        raise Damaged(f"{MANIFEST} is missing, so it was never finished or has been cut")
+    if size > MAX_MANIFEST_BYTES:
+        raise Damaged(f"{MANIFEST} has {size} bytes")
+    try:
+        manifest = json.loads(store.read(folder + MANIFEST, MAX_MANIFEST_BYTES) or b"")
+        version = manifest["format"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise Damaged(f"{MANIFEST} is not readable") from None
+    if isinstance(version, int) and version > FORMAT:
+        raise UserError(
+            f"{where} was written by a newer version (checkpoint format {version}; this one knows {FORMAT}). "
+            "Install the newer version, or point checkpoint.url at another folder."
+        )
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not all(isinstance(item, dict) for item in files.values()):
+        raise Damaged(f"{MANIFEST} does not list files")
+    if strange := sorted(set(files) - {TENSORS, STATE}):
+        raise Damaged(f"{MANIFEST} names {strange[0]!r}, which has no place in a checkpoint")
+    if set(files) != {TENSORS, STATE} or version != FORMAT or manifest.get("seal") != _seal(manifest):
+        raise Damaged(f"{MANIFEST} has been changed since it was written")
+    if (match := NAME.fullmatch(name)) and int(match[1]) != manifest["step"]:
+        raise Damaged(f"{MANIFEST} belongs to step {manifest['step']}")
+    return manifest
+
+
+def read(store: Store, name: str) -> Snapshot:
+    """The checkpoint with every byte checked; Damaged if any is wrong."""
+    manifest = read_manifest(store, name)
+    data: dict[str, bytearray] = {}
+    for file, said in manifest["files"].items():
+        path = f"{name}/{file}" if name else file
+        size = store.size(path)
+        if size is None:
+            raise Damaged(f"{file} is missing")
+        if size != said["bytes"]:
+            raise Damaged(f"{file} has {size} bytes instead of {said['bytes']}")
+        data[file] = _fetch(store, path, size)
+        if hashlib.sha256(data[file]).hexdigest() != said["sha256"]:
+            raise Damaged(f"{file} has other bytes than were written (sha256 differs)")
+    return Snapshot(name, manifest["step"], manifest["best"], bytes(data[STATE]), data[TENSORS])
+
+
+def _fetch(store: Store, path: str, size: int) -> bytearray:
+    if store.root:
+        try:
+            return bytearray((store.root / path).read_bytes())
+        except OSError as error:
+            raise Damaged(f"{path} cannot be read ({error.strerror or error})") from None
+    out = bytearray()
+    while len(out) < size:
+        piece = store.fs.cat_file(store.at(path), start=len(out), end=min(size, len(out) + CHUNK))
+        if not piece:
+            raise Damaged(f"{path} ends after {len(out)} bytes")
+        out += piece
+    return out
+
+
+def _seal(manifest: Tree) -> str:
+    body = {key: value for key, value in manifest.items() if key != "seal"}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
