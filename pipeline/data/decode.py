@@ -1,0 +1,197 @@
+"""Encoded pictures to uint8 RGB arrays, and views cut from them.
+
+A picture is decoded once and every view is cut from the same array. Views have a name; its beginning says the kind:
+`weak*` and `strong*` are random crops (what makes a strong view strong happens on the device), `test` is the centre crop.
+Pictures are (H, W, 3) uint8 here.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import Any
+
+import numpy as np
+import simplejpeg
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageOps
+
+from pipeline.config import DataConfig
+from shards.picture import FORMATS, to_rgb
+from shards.settings import UserError
+
+MAX_PIXELS = 100_000_000  # 300 MB as RGB; anything larger in a training set is an accident or an attack
+GREY = 128
+TRIES = 10
+DRAWS = 3 + 2 * TRIES  # random numbers of one view
+
+
+class DecodeError(Exception):
+    """The bytes are no picture we can use; the message says why."""
+
+
+def decode(data: Any, least: int = 0) -> tuple[np.ndarray, bool]:
+    """The picture upright, and whether its file was cut short (the missing part is grey or black).
+
+    `least`: a large JPEG may come back at a smaller scale as long as its short side keeps this many pixels; 0 = never.
+    """
+    data = memoryview(data)
+    if data[:3] == b"\xff\xd8\xff":
+        picture = _jpeg(data, least)
+        if picture is not None:
+            return picture
+    return _pillow(data)
+
+
+def _jpeg(data: memoryview, least: int) -> tuple[np.ndarray, bool] | None:
+    """The fast way; None for the few JPEGs that need Pillow."""
+    try:
+        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
+    except ValueError:
+        return None  # unusual subsampling, or hardly a header: Pillow knows more, or says what is wrong
+    _refuse_bomb(width, height)
+    if colorspace not in ("YCbCr", "Gray", "RGB"):
+        return None
+    if b"Exif\0\0" in bytes(data[:1024]) and _orientation(data) != 1:
+        return None
+    scaled = {
+        "min_height": least,
+        "min_width": least,
+        "min_factor": 2,
+    }  # between 1 and 2 scaling costs more than it saves
+    try:
+        return simplejpeg.decode_jpeg(data, "RGB", **scaled), False
+    except ValueError as error:
+        reason = str(error)
+    if "Premature end" not in reason:
+        return None
+    try:
+        return simplejpeg.decode_jpeg(data, "RGB", strict=False, **scaled), True
+    except ValueError as error:
+        raise DecodeError(str(error)) from None
+
+
+def _orientation(data: memoryview) -> int:
+    try:
+        with Image.open(io.BytesIO(data), formats=tuple(FORMATS)) as image:
+            return int(image.getexif().get(0x0112, 1))
+    except Exception:  # whatever is wrong with the header, the picture itself may still be fine
+        return 1
+
+
+def _pillow(data: memoryview) -> tuple[np.ndarray, bool]:
+    cut_short = False
+    try:
+        with Image.open(io.BytesIO(data), formats=tuple(FORMATS)) as image:
+            _refuse_bomb(*image.size)
+            try:
+                image.load()
+            except OSError as error:
+                if "truncated" not in str(error) or not image.tile:
+                    raise
+                image.tile = []  # nothing further to decode: what has been decoded so far is the picture
+                cut_short = True
+            return np.array(to_rgb(ImageOps.exif_transpose(image))), cut_short
+    except DecodeError:
+        raise
+    except Image.UnidentifiedImageError:
+        raise DecodeError("not a JPEG, PNG or WebP picture") from None
+    except Exception as error:  # Pillow's plugins raise nearly anything on hostile bytes
+        raise DecodeError(f"{type(error).__name__}: {error}") from None
+
+
+def _refuse_bomb(width: int, height: int) -> None:
+    if width * height > MAX_PIXELS:
+        raise DecodeError(
+            f"{width}x{height} pixels is more than the {MAX_PIXELS // 1_000_000} million allowed"
+        )
+
+
+def resize(picture: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Bilinear with antialiasing; Pillow's result within one grey level, in a third of its time."""
+    if picture.shape[:2] == (height, width):
+        return picture
+    source = torch.from_numpy(picture).permute(2, 0, 1)[None]
+    scaled = F.interpolate(source, size=(height, width), mode="bilinear", antialias=True, align_corners=False)
+    return scaled[0].permute(1, 2, 0).numpy()
+
+
+def centre(picture: np.ndarray, short: int, size: int) -> np.ndarray:
+    """Short side scaled to `short`, then the middle square of `size`."""
+    height, width = picture.shape[:2]
+    if height <= width:
+        picture = resize(picture, short, int(short * width / height))
+    else:
+        picture = resize(picture, int(short * height / width), short)
+    top, left = round((picture.shape[0] - size) / 2), round((picture.shape[1] - size) / 2)
+    return picture[top : top + size, left : left + size]
+
+
+class Views:
+    """Cuts the views of `config` out of pictures; every choice comes from given random numbers."""
+
+    def __init__(self, config: DataConfig) -> None:
+        self.config = config
+        self.short = config.resize or config.size
+        if self.short < config.size:
+            raise UserError(
+                f"data.resize={config.resize} is smaller than data.size={config.size}: the centre crop would not fit. "
+                "Raise data.resize or set it to 0."
+            )
+
+    @property
+    def least(self) -> int:
+        """Short side below which no picture should be decoded smaller, so that crops keep their sharpness."""
+        if self.config.crop == "pad":
+            return self.short
+        return max(self.short, 2 * self.config.size)
+
+    def choices(self, uniforms: np.ndarray) -> np.ndarray:
+        """(B, DRAWS) uniform numbers to the choices of `cut`: everything that does not need the picture, in one go.
+
+        Columns: flip; the place (2); for crop=resized also ten tries of width and height, as shares of sqrt(area).
+        """
+        tries = uniforms[:, 3:].reshape(len(uniforms), 2, TRIES)
+        low, high = self.config.area
+        area = low + (high - low) * tries[:, 0]  # (B, TRIES)
+        ratio = np.exp((2 * tries[:, 1] - 1) * math.log(4 / 3))
+        return np.concatenate([uniforms[:, :3], np.sqrt(area * ratio), np.sqrt(area / ratio)], 1)
+
+    def cut(self, name: str, picture: np.ndarray, choices: np.ndarray, out: np.ndarray) -> None:
+        """Write the view into out (size, size, 3). choices: (DRAWS,), a row of `choices`."""
+        config = self.config
+        if name == "test":
+            out[:] = centre(picture, self.short, config.size)
+            return
+        if config.crop == "pad":
+            view = self._shifted(picture, choices)
+        else:
+            top, left, height, width = crop_box(picture.shape[0], picture.shape[1], choices)
+            view = resize(picture[top : top + height, left : left + width], config.size, config.size)
+        out[:] = view[:, ::-1] if config.flip and choices[0] < 0.5 else view
+
+    def _shifted(self, picture: np.ndarray, choices: np.ndarray) -> np.ndarray:
+        size, padding = self.config.size, self.config.padding
+        padded = np.zeros((size + 2 * padding, size + 2 * padding, 3), np.uint8)
+        padded[padding : padding + size, padding : padding + size] = centre(picture, size, size)
+        top, left = int(choices[1] * (2 * padding + 1)), int(choices[2] * (2 * padding + 1))
+        return padded[top : top + size, left : left + size]
+
+
+def crop_box(height: int, width: int, choices: np.ndarray) -> tuple[int, int, int, int]:
+    """(top, left, height, width) of a random resized crop with torchvision's law: area uniform, ratio log-uniform.
+
+    Ten tries, then the largest central crop of an allowed ratio.
+    """
+    across = math.sqrt(height * width)
+    for w, h in zip(choices[3 : 3 + TRIES].tolist(), choices[3 + TRIES :].tolist()):
+        w, h = round(across * w), round(across * h)
+        if 0 < w <= width and 0 < h <= height:
+            return int(choices[1] * (height - h + 1)), int(choices[2] * (width - w + 1)), h, w
+    h, w = height, width
+    if width / height < 3 / 4:
+        h = round(width / (3 / 4))
+    elif width / height > 4 / 3:
+        w = round(height * (4 / 3))
+    return (height - h) // 2, (width - w) // 2, h, w
