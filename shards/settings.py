@@ -1,7 +1,7 @@
 """Typed settings from YAML and dotted overrides, with errors a person can act on.
 
-Every command of the project (`shards.build`, `pipeline.train`, ...) reads its settings here. Nothing heavy is imported,
-so that `--help` and a typing mistake answer at once.
+Every command of the project (`shards.build`, `pipeline.train`, ...) reads its settings here. Nothing heavy is
+imported, so that `--help` and a typing mistake answer at once.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ Tree = dict[str, Any]
 class _StrictLoader(yaml.SafeLoader):
     """Safe YAML that also refuses a key written twice."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Tree:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if key in seen:
-                raise UserError(f"line {key_node.start_mark.line + 1}: the key '{key}' stands twice; keep one of them.")
+                raise UserError(
+                    f"line {key_node.start_mark.line + 1}: the key '{key}' stands twice; keep one of them."
+                )
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -89,7 +91,7 @@ def parse_override(text: str) -> Tree:
     if not equals or not key:
         raise UserError(f"'{text}' is not a setting. Write it as key=value, for example train.epochs=3.")
     try:
-        value = yaml.load(raw, _StrictLoader) if raw else ""
+        value: Any = yaml.load(raw, _StrictLoader) if raw else ""
     except yaml.YAMLError:
         value = raw
     if isinstance(value, str) and _is_number(value):  # YAML 1.1 reads 1e-3 as text
@@ -107,7 +109,9 @@ def _is_number(text: str) -> bool:
     return text.strip().lower() not in ("nan", "inf", "-inf", "infinity", "-infinity")
 
 
-def parse_arguments(argv: list[str], prog: str, about: str, schema: type[Settings]) -> tuple[Tree, Tree, bool]:
+def parse_arguments(
+    argv: list[str], prog: str, about: str, schema: type[Settings]
+) -> tuple[Tree, Tree, bool]:
     """(file tree, override tree, print only?) from a command line; answers --help itself."""
     file_tree: Tree = {}
     overrides: Tree = {}
@@ -125,7 +129,9 @@ def parse_arguments(argv: list[str], prog: str, about: str, schema: type[Setting
                 raise UserError("--config needs a file: --config configs/digits.yaml")
             file_tree = merge(file_tree, read_yaml(path))
         elif word.startswith("-"):
-            raise UserError(f"There is no option {word}. Settings are written as key=value; {prog} --help lists them.")
+            raise UserError(
+                f"There is no option {word}. Settings are written as key=value; {prog} --help lists them."
+            )
         else:
             overrides = merge(overrides, parse_override(word))
     return file_tree, overrides, print_only
@@ -137,10 +143,14 @@ def validate(schema: type[S], tree: Tree, prog: str) -> S:
         return schema.model_validate(tree)
     except ValidationError as error:
         problems = [_sentence(schema, item) for item in error.errors()]
-        raise UserError("\n".join(dict.fromkeys(problems)) + f"\n{prog} --help lists every setting.") from None
+        raise UserError(
+            "\n".join(dict.fromkeys(problems)) + f"\n{prog} --help lists every setting."
+        ) from None
 
 
-def load(schema: type[S], argv: list[str], prog: str, about: str, base: Callable[[Tree, Tree], Tree] = merge) -> S:
+def load(
+    schema: type[S], argv: list[str], prog: str, about: str, base: Callable[[Tree, Tree], Tree] = merge
+) -> S:
     """Settings of a command from its arguments. `base` combines the file's tree with the overrides."""
     file_tree, overrides, print_only = parse_arguments(argv, prog, about, schema)
     settings = validate(schema, base(file_tree, overrides), prog)
@@ -174,7 +184,11 @@ def _sentence(schema: type[Settings], item: Any) -> str:
         siblings = [key for key, _, _ in _fields_at(schema, place)]
         near = difflib.get_close_matches(place[-1], siblings, 1, 0.5)
         parent = name.rpartition(".")[0]
-        hint = f"Did you mean '{parent + '.' if parent else ''}{near[0]}'?" if near else f"Known here: {', '.join(siblings)}."
+        hint = (
+            f"Did you mean '{parent + '.' if parent else ''}{near[0]}'?"
+            if near
+            else f"Known here: {', '.join(siblings)}."
+        )
         return f"There is no setting '{name}'. {hint}"
     if kind in ("union_tag_invalid", "literal_error"):
         allowed = item["ctx"].get("expected_tags") or item["ctx"].get("expected")
@@ -187,7 +201,11 @@ def _sentence(schema: type[Settings], item: Any) -> str:
     message = item["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     shown = "" if isinstance(value, dict) else f" (got {value!r})"
-    return f"{name or 'The settings'}: {message}{shown}." if not message.endswith(".") else f"{name}: {message}".lstrip(": ")
+    return (
+        f"{name or 'The settings'}: {message}{shown}."
+        if not message.endswith(".")
+        else f"{name}: {message}".lstrip(": ")
+    )
 
 
 def _public_name(schema: type[Settings], place: list[str]) -> str:
@@ -195,6 +213,7 @@ def _public_name(schema: type[Settings], place: list[str]) -> str:
     out: list[str] = []
     model: Any = schema
     skip = False
+    union: list[type[Settings]] = []
     for part in place:
         if skip:
             skip = False

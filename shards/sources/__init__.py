@@ -1,0 +1,80 @@
+"""Where pictures come from: a source lists what there is, its reader fetches one picture at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from shards.config import BuildConfig
+from shards.settings import UserError
+
+Log = Callable[[str], None]
+
+
+class Reader(Protocol):
+    """Fetches encoded pictures; small enough to be sent to a writer process."""
+
+    def read(self, split: str, row: int, key: str) -> bytes: ...
+
+
+class Rejected(Exception):
+    """This one picture cannot be used; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One split as the source has it, by row."""
+
+    keys: pa.Array  # what names the picture in the source, for people and for the reader
+    given: NDArray[np.int32]
+    true: NDArray[np.int32]  # -1: unknown
+
+    def __len__(self) -> int:
+        return len(self.given)
+
+
+@dataclass(frozen=True)
+class Collection:
+    """Everything a source has to offer, before bias."""
+
+    name: str
+    classes: list[str]
+    splits: dict[str, Rows]
+    reader: Reader
+    # (split, key, reason) of what was seen but cannot be used
+    rejected: list[tuple[str, str, str]] = field(default_factory=list)
+
+
+_MODULES = {
+    "digits": "digits",
+    "cifar10": "cifar",
+    "cifar100": "cifar",
+    "webvision": "webvision",
+    "folder": "folder",
+    "list": "listing",
+}
+
+
+def collect(config: BuildConfig, log: Log) -> Collection:
+    """What the configured source holds, checked for the mistakes all sources share."""
+    found: Collection = import_module(f"shards.sources.{_MODULES[config.source]}").collect(config, log)
+    classes = len(found.classes)
+    if classes < 2:
+        raise UserError(
+            f"{config.path or config.source} holds {classes} class{'' if classes == 1 else 'es'}; "
+            "a classifier needs at least two. Check path and the labels."
+        )
+    empty = np.flatnonzero(np.bincount(found.splits["train"].given, minlength=classes) == 0)
+    if len(empty):
+        names = ", ".join(f"'{found.classes[k]}'" for k in empty[:5]) + (", ..." if len(empty) > 5 else "")
+        raise UserError(
+            f"{len(empty)} of {classes} classes have no training picture: {names}. Add pictures, or take the "
+            "class out."
+        )
+    return found

@@ -1,0 +1,175 @@
+"""What can be asked of a build, and of the cache that remote shards are read through. No heavy import."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from shards.settings import Settings
+
+SourceName = Literal["digits", "cifar10", "cifar100", "webvision", "folder", "list"]
+NoiseKind = Literal["prior", "effective", "symmetric", "asymmetric", "none"]
+
+# Collections that are biased already: nothing is injected unless somebody asks for it.
+BIASED_BY_NATURE = ("webvision", "folder", "list")
+# Settings that change how or where a build happens, never what comes out of it.
+_NOT_CONTENT = {"url", "output", "writers", "max_rejected", "download"}
+
+
+class CacheConfig(Settings):
+    """The local copy of remote shards."""
+
+    folder: str = Field(default="", description="where copies are kept; empty: ~/.cache/evenhand/shards")
+    max_gb: float = Field(
+        default=100.0, gt=0, description="bytes the cache may take, in GB; the oldest copies go first"
+    )
+    reserve_gb: float = Field(default=1.0, ge=0, description="disk space left free, in GB")
+    ahead: int = Field(default=2, ge=0, description="shards fetched ahead of use")
+    deadline: float = Field(
+        default=300.0, gt=0, description="seconds after which fetching one shard is given up"
+    )
+
+
+class BuildConfig(Settings):
+    """Which pictures become which shards."""
+
+    url: str = Field(default="", description="finished shards to read (folder or URL); nothing is built then")
+    source: SourceName = Field(default="digits", description="where pictures and labels come from")
+    path: str = Field(default="", description="the raw data: a folder, or the label list for source=list")
+    root: str = Field(
+        default="", description="source=list: folder its paths start from; empty: the list's own folder"
+    )
+    output: str = Field(
+        default="", description="folder or URL for the shards; empty: a name made of the options, below data/"
+    )
+    download: bool = Field(
+        default=True, description="source=cifar10/100: may fetch what is missing from `path`"
+    )
+
+    parts: Literal["google", "flickr", "both"] = Field(
+        default="google", description="source=webvision: which training lists"
+    )
+    classes: int = Field(
+        default=0, ge=0, description="source=webvision: the first n classes (50: mini-WebVision); 0: all"
+    )
+    imagenet: str = Field(
+        default="", description="source=webvision: ILSVRC-2012 validation folder; becomes split 'imagenet'"
+    )
+    labels: str = Field(
+        default="",
+        description="source=digits/cifar: CSV or Parquet with one noisy label per training picture",
+    )
+    path_column: str = Field(default="path", description="lists: column of paths")
+    label_column: str = Field(
+        default="label", description="lists: column of given labels (class names or numbers)"
+    )
+    true_column: str = Field(default="true_label", description="lists: column of true labels; may be absent")
+    split_column: str = Field(
+        default="split", description="lists: column saying train or test (or is_valid); may be absent"
+    )
+    validation_path: str = Field(
+        default="", description="source=folder/list: second folder or list with the test pictures"
+    )
+    validation_fraction: float = Field(
+        default=0.1, gt=0, lt=1, description="share of each class held out if no test set is given"
+    )
+    validation_seed: int = Field(
+        default=0, ge=0, description="seed of the held-out part, apart from bias_seed"
+    )
+
+    rho: float = Field(
+        default=10.0,
+        ge=1,
+        description="long tail: largest class / smallest; 1: none (default 1 for own data)",
+    )
+    tail: Literal["natural", "sorted"] = Field(
+        default="natural",
+        description="natural: classes in their order, exact counts; sorted: by size, as many as there are",
+    )
+    largest: int = Field(
+        default=0, ge=0, description="tail=natural: size of class 0; 0: what every class can meet"
+    )
+    noise: float = Field(
+        default=0.5, ge=0, lt=1, description="share of labels made wrong (default 0 for own data)"
+    )
+    noise_kind: NoiseKind = Field(
+        default="prior",
+        description="where wrong labels go: by class sizes, the same with self-flips, evenly, by noise_map",
+    )
+    noise_map: dict[str, str] = Field(
+        default_factory=dict, description="noise_kind=asymmetric: {class: wrong class}"
+    )
+    bias_seed: int = Field(
+        default=0, ge=0, description="seed of tail and noise; the training seed is another thing"
+    )
+
+    format: Literal["tar", "beton", "both"] = Field(
+        default="tar", description="webdataset tars, an FFCV file, or both"
+    )
+    resize: int = Field(
+        default=0,
+        ge=0,
+        description="shrink so that the short side has this many pixels; 0: bytes stay untouched",
+    )
+    quality: int = Field(default=90, ge=1, le=100, description="JPEG quality of what is encoded anew")
+    shard_mb: float = Field(default=256.0, gt=0, description="aimed size of a tar, in MB")
+    shard_samples: int = Field(default=0, ge=0, description="samples in a tar; 0: as many as shard_mb holds")
+    decode_check: bool = Field(
+        default=False, description="decode every picture even if its bytes stay untouched"
+    )
+    max_pixels: int = Field(default=50_000_000, ge=1, description="larger pictures are rejected")
+    max_picture_mb: float = Field(default=64.0, gt=0, description="larger files are rejected")
+    max_rejected: float = Field(
+        default=0.01, ge=0, le=1, description="share of pictures that may be unusable before giving up"
+    )
+    writers: int = Field(
+        default=0, ge=0, description="processes that write; 0: one for each core, one alone for a small set"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_source(cls, tree: Any) -> Any:
+        if not isinstance(tree, dict):
+            return tree
+        tree = dict(tree)
+        if tree.get("source") in BIASED_BY_NATURE:
+            tree.setdefault("rho", 1.0)
+            tree.setdefault("noise", 0.0)
+        if tree.get("labels") or tree.get("noise_kind") == "none":
+            tree.setdefault("noise", 0.0)
+        if tree.get("source") == "webvision":
+            tree.setdefault("tail", "sorted")
+        if isinstance(tree.get("noise_map"), dict):
+            tree["noise_map"] = {str(key): str(value) for key, value in tree["noise_map"].items()}
+        return tree
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> BuildConfig:
+        if self.noise_kind == "none" and self.noise > 0:
+            raise ValueError(
+                f"noise_kind=none and noise={self.noise:g} contradict each other; leave one of them out."
+            )
+        if self.noise_kind == "asymmetric" and self.noise > 0 and not self.noise_map:
+            raise ValueError(
+                "noise_kind=asymmetric needs noise_map, for example noise_map='{truck: automobile}'."
+            )
+        if self.labels and self.noise > 0:
+            raise ValueError("labels brings its own noise; set noise=0, or leave labels out.")
+        if not self.url and self.source in BIASED_BY_NATURE and not self.path:
+            raise ValueError(f"source={self.source} needs path=..., where the pictures are.")
+        return self
+
+    def content(self) -> dict[str, Any]:
+        """The settings that decide what is in the shards."""
+        return self.model_dump(mode="json", exclude=_NOT_CONTENT)
+
+    def place(self) -> str:
+        """Where the shards are or will be."""
+        if self.url or self.output:
+            return self.url or self.output
+        digest = hashlib.sha256(json.dumps(self.content(), sort_keys=True).encode()).hexdigest()[:8]
+        bias = f"rho{self.rho:g}-noise{self.noise:g}-seed{self.bias_seed}"
+        return f"data/{self.source}-{bias}-{digest}"

@@ -1,0 +1,174 @@
+"""Which sample gets which index and label: a function of collection, settings and what proved unusable."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shards import bias
+from shards.config import BuildConfig
+from shards.manifest import BiasInfo
+from shards.settings import UserError
+from shards.sources import Collection, Rows
+
+MAX_TRANSITION_CLASSES = 256
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One split, by permanent index."""
+
+    rows: NDArray[np.int64]  # row in the source
+    given: NDArray[np.int32]
+    true: NDArray[np.int32]
+    flipped: NDArray[np.bool_]
+    clean_counts: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def digest(self, start: int, stop: int) -> str:
+        """Identifies the samples of one shard with their labels."""
+        parts = (self.rows, self.given, self.true, self.flipped)
+        digest = hashlib.sha256(f"{start}:{stop}".encode())
+        for part in parts:
+            digest.update(part[start:stop].tobytes())
+        return digest.hexdigest()
+
+
+def make_plan(found: Collection, config: BuildConfig, bad: dict[str, set[int]]) -> dict[str, Plan]:
+    """Plans of all splits with the `bad` rows left out."""
+    plans = {}
+    for name, rows in found.splits.items():
+        whole = _choose(name, rows, found, config, set())
+        plan = whole if not bad.get(name) else _choose(name, rows, found, config, bad[name])
+        plans[name] = _in_order(plan, _order(name, len(rows), whole.rows, plan.rows, config))
+    return plans
+
+
+def _choose(name: str, rows: Rows, found: Collection, config: BuildConfig, bad: set[int]) -> Plan:
+    """The chosen rows, ascending, with their labels."""
+    classes = len(found.classes)
+    usable = np.ones(len(rows), bool)
+    usable[list(bad)] = False
+    chosen = np.flatnonzero(usable)
+    known = bool((rows.true >= 0).all())
+    before = rows.true if known else rows.given
+    if name != "train":
+        nothing = np.zeros(len(chosen), bool)
+        return Plan(
+            chosen, rows.given[chosen], rows.true[chosen], nothing, bias.counts_of(before[chosen], classes)
+        )
+    if config.rho > 1:
+        shuffled = bias.generator(config.bias_seed, "tail").permutation(len(rows))
+        chosen = bias.keep_rows(rows.given, chosen, _targets(rows.given[chosen], found, config), shuffled)
+    given = rows.given[chosen]
+    flipped = np.zeros(len(chosen), bool)
+    if config.noise > 0 and config.noise_kind != "none":
+        if known and (rows.true != rows.given).any():
+            raise UserError("The labels of this collection are noisy already and say so. Set noise=0.")
+        noise = bias.generator(config.bias_seed, "noise")
+        shuffled, draws = noise.permutation(len(rows)), noise.random(len(rows))
+        wrong = _numbers(config.noise_map, found.classes)
+        given = bias.add_noise(
+            rows.given, chosen, classes, config.noise, config.noise_kind, shuffled, draws, wrong
+        )
+        flipped = given != rows.given[chosen]
+    return Plan(chosen, given, rows.true[chosen], flipped, bias.counts_of(before[chosen], classes))
+
+
+def _targets(labels: NDArray[np.int32], found: Collection, config: BuildConfig) -> NDArray[np.int64]:
+    """Samples to keep of each class."""
+    available = bias.counts_of(labels, len(found.classes))
+    if config.tail == "sorted":
+        return bias.sorted_tail_counts(available, config.rho)
+    targets = bias.tail_counts(config.largest or int(available.min()), len(available), config.rho)
+    short = np.flatnonzero(available < targets)
+    if len(short):
+        k = short[0]
+        raise UserError(
+            f"Class '{found.classes[k]}' has {available[k]} pictures, the long tail asks for {targets[k]}. "
+            f"Lower `largest` (now {config.largest}), or set tail=sorted to take what there is."
+        )
+    if targets.min() == 0:
+        k = int(np.flatnonzero(targets == 0)[0])
+        raise UserError(
+            f"With rho={config.rho:g} class '{found.classes[k]}' would be left without a picture "
+            f"(the largest class has {targets[0]}). Lower rho, or set tail=sorted."
+        )
+    return targets
+
+
+def _numbers(wrong: dict[str, str], classes: list[str]) -> dict[int, int]:
+    """The map of wrong labels by class number."""
+    number = {str(k): k for k in range(len(classes))} | {name: k for k, name in enumerate(classes)}
+    out = {}
+    for source, target in wrong.items():
+        for name in (source, target):
+            if name not in number:
+                raise UserError(
+                    f"noise_map: there is no class '{name}'. Classes are {', '.join(classes[:10])}."
+                )
+        if number[source] == number[target]:
+            raise UserError(
+                f"noise_map: '{source}' is mapped to itself; a wrong label must be another class."
+            )
+        out[number[source]] = number[target]
+    return out
+
+
+def _order(
+    name: str, total: int, whole: NDArray[np.int64], chosen: NDArray[np.int64], config: BuildConfig
+) -> NDArray[np.int64]:
+    """Chosen rows, shuffled. One that fell out is replaced in its place: other shards stay as they are."""
+    shuffled = bias.generator(config.bias_seed, f"order of {name}").permutation(total)
+    wanted = np.zeros(total, bool)
+    wanted[whole] = True
+    order = shuffled[wanted[shuffled]]
+    kept = np.zeros(total, bool)
+    kept[chosen] = True
+    fresh = shuffled[kept[shuffled] & ~wanted[shuffled]]
+    holes = np.flatnonzero(~kept[order])
+    direct = min(len(holes), len(fresh))
+    order[holes[:direct]] = fresh[:direct]
+    order = np.concatenate([order, fresh[direct:]])
+    # Holes that are left are filled from the end, which shortens the last shards only.
+    spare = order[len(chosen) :]
+    left = holes[direct:]
+    order[left[left < len(chosen)]] = spare[kept[spare]]
+    return order[: len(chosen)]
+
+
+def _in_order(plan: Plan, order: NDArray[np.int64]) -> Plan:
+    place = np.searchsorted(plan.rows, order)
+    return Plan(order, plan.given[place], plan.true[place], plan.flipped[place], plan.clean_counts)
+
+
+def describe(found: Collection, plan: Plan, config: BuildConfig) -> BiasInfo:
+    """What was asked for and what came out."""
+    classes = len(found.classes)
+    rows = found.splits["train"]
+    before = rows.given[plan.rows]
+    counts = bias.counts_of(before, classes)
+    matrix = None
+    if classes <= MAX_TRANSITION_CLASSES:
+        start = np.where(plan.true >= 0, plan.true, before).astype(np.int64)
+        matrix = (
+            np.bincount(start * classes + plan.given, minlength=classes**2).reshape(classes, classes).tolist()
+        )
+    return BiasInfo(
+        rho=config.rho,
+        tail=config.tail,
+        noise=config.noise,
+        noise_kind=config.noise_kind if config.noise > 0 else "none",
+        noise_map=config.noise_map,
+        seed=config.bias_seed,
+        available_counts=bias.counts_of(rows.given, classes).tolist(),
+        realised_rho=round(float(counts.max() / counts.min()), 6) if counts.min() else None,
+        realised_noise=round(float(plan.flipped.mean()), 6),
+        flipped=int(plan.flipped.sum()),
+        transition=matrix,
+    )

@@ -1,0 +1,57 @@
+"""Progress with rate and time left: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+from shards.sources import Log
+
+EVERY = 10.0  # seconds between plain lines
+
+
+class Progress:
+    def __init__(self, total: int, unit: str, log: Log) -> None:
+        self.total, self.unit, self.log = total, unit, log
+        self.done = 0
+        self.begun = self.told = time.monotonic()
+        self._bar: Any = None
+        self._task: Any = None
+        # One second of silence first: work that is done by then needs no bar.
+        self._wanted = log is print and sys.stderr.isatty()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def step(self, count: int) -> None:
+        self.done += count
+        now = time.monotonic()
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self.done)
+        elif self._wanted and now - self.begun > 1:
+            self._start_bar()
+        elif not self._wanted and now - self.told > EVERY:
+            self.told = now
+            rate = self.done / (now - self.begun)
+            left = (self.total - self.done) / max(rate, 1e-9)
+            self.log(f"{self.done} of {self.total} {self.unit}, {rate:.0f}/s, {left:.0f} s left")
+
+    def _start_bar(self) -> None:
+        from rich import progress
+        from rich.console import Console
+
+        columns = (progress.BarColumn(), progress.MofNCompleteColumn(), progress.TextColumn(self.unit))
+        rate = progress.TextColumn("{task.speed:.0f}/s")
+        self._bar = progress.Progress(
+            *columns, rate, progress.TimeRemainingColumn(), console=Console(stderr=True), transient=True
+        )
+        self._bar.start()
+        self._task = self._bar.add_task("", total=self.total, completed=self.done)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()

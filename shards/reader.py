@@ -1,0 +1,205 @@
+"""Reading finished shards: labels as arrays, pictures at random by byte offset through memory maps.
+
+What is checked: at opening, the manifest, the sha256 of the table, and the size of every shard. The sha256 of
+shards at opening too if a split has at most 1 GiB, else of each shard when it is first touched. Copies of
+remote shards are checked when they arrive and, by another process, when first touched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import threading
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+from numpy.typing import NDArray
+
+from shards import manifest
+from shards.cache import Cache
+from shards.config import CacheConfig
+from shards.manifest import FileInfo, Manifest
+from shards.settings import UserError
+from shards.storage import Store
+
+EAGER_BYTES = 1 << 30
+_COLUMNS = ("shard", "offset", "size", "given", "true")
+
+
+def read_manifest(url: str) -> Manifest:
+    store = Store(url)
+    data = store.read(manifest.FILE, manifest.MAX_BYTES)
+    if data is None:
+        raise UserError(
+            f"There are no finished shards at {store} (no {manifest.FILE}). Check the path, or build them "
+            "with python -m shards.build."
+        )
+    return manifest.parse(data, repr(store))
+
+
+def open_split(
+    url: str, split: str = "train", cache: CacheConfig | None = None, verify: bool = True
+) -> Split:
+    """One split of finished shards, checked as far as that is cheap."""
+    about = read_manifest(url)
+    if split not in about.splits:
+        raise UserError(f"{Store(url)} has no split '{split}'; it has {', '.join(about.splits)}.")
+    return Split(url, split, about, cache or CacheConfig(), verify)
+
+
+class Split:
+    """The samples of one split, by permanent index. Safe to use from threads and after a fork."""
+
+    def __init__(self, url: str, name: str, about: Manifest, cache: CacheConfig, verify: bool) -> None:
+        self.url, self.name, self.manifest, self.verify = url, name, about, verify
+        self.store = Store(url)
+        self.info = about.splits[name]
+        self.classes = about.classes
+        self.shard_sizes = [shard.samples for shard in self.info.shards] or [self.info.samples]
+        self._cache = Cache(self.store, cache, verify)
+        self._maps: dict[int, mmap.mmap] = {}
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._check_sizes()
+        columns = self._load_table()
+        self.given: NDArray[np.int32] = columns["given"]
+        self.true: NDArray[np.int32] = columns["true"]
+        self._shard, self._offset, self._size = columns["shard"], columns["offset"], columns["size"]
+        self._check_table()
+        if verify and self.store.root and sum(shard.bytes for shard in self.info.shards) <= EAGER_BYTES:
+            for number in range(len(self.info.shards)):
+                self._map(number)
+
+    def __len__(self) -> int:
+        return self.info.samples
+
+    @property
+    def clean_counts(self) -> NDArray[np.int64]:
+        """Samples by class before noise; as given where the truth is unknown."""
+        return np.array(self.info.clean_counts, np.int64)
+
+    def read(self, index: int) -> memoryview:
+        """The encoded picture of a sample."""
+        if os.getpid() != self._process:
+            self._after_fork()
+        shard = int(self._shard[index])
+        view = self._maps.get(shard) or self._map(shard)
+        offset = int(self._offset[index])
+        return memoryview(view)[offset : offset + int(self._size[index])]
+
+    def will_need(self, shards: Iterable[int]) -> None:
+        """Remote shards in the order they will be used; they are fetched ahead."""
+        if self.store.root is None:
+            self._cache.ahead([self.info.shards[number] for number in shards])
+
+    def keys(self, indices: Iterable[int] | None = None) -> list[str]:
+        """Names of samples in the source."""
+        wanted = np.arange(len(self)) if indices is None else np.asarray(list(indices), np.int64)
+        names: list[Any] = self._keys.take(wanted).to_pylist()
+        return names
+
+    @property
+    def flipped(self) -> NDArray[np.bool_]:
+        """Where noise was injected."""
+        return self._column("flipped").to_numpy(zero_copy_only=False)
+
+    @cached_property
+    def _keys(self) -> pa.Array:
+        return self._column("key")
+
+    def _column(self, name: str) -> pa.Array:
+        column = pa.parquet.read_table(self._table_path, columns=[name])[name]
+        return column.cast(pa.large_string()).combine_chunks() if name == "key" else column.combine_chunks()
+
+    @cached_property
+    def beton(self) -> str | None:
+        """Local path of the FFCV file of this split, if one was built."""
+        return str(self._cache.local(self.info.beton)) if self.info.beton else None
+
+    # ------------------------------------------------------------------------------------- inside
+
+    def _check_sizes(self) -> None:
+        there = self.store.sizes()
+        for file in [*self.info.shards, self.info.table]:
+            if there.get(file.name) != file.bytes:
+                self._refuse(file, there.get(file.name))
+
+    def _refuse(self, file: FileInfo, size: int | None) -> None:
+        what = "is missing" if size is None else f"has {size} bytes instead of {file.bytes}"
+        raise UserError(
+            f"Shard {self.store.at(file.name)} {what}. Copy it again from where it came, or remove the "
+            "folder and build the shards anew."
+        )
+
+    def _altered(self, name: str) -> UserError:
+        return UserError(
+            f"Shard {self.store.at(name)} was altered: its sha256 is not that of the manifest. Copy it again "
+            "from where it came, or remove the folder and build the shards anew."
+        )
+
+    @cached_property
+    def _table_path(self) -> str:
+        return str(self._cache.local(self.info.table))
+
+    def _load_table(self) -> dict[str, NDArray]:
+        path = self._table_path
+        if self.verify and self.store.root:
+            with open(path, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != self.info.table.sha256:
+                    raise self._altered(self.info.table.name)
+        columns: dict[str, NDArray] = {}
+        table = pa.parquet.ParquetFile(path)
+        if table.metadata.num_rows != len(self):
+            raise self._altered(self.info.table.name)
+        for name in _COLUMNS:  # one at a time into its final array: the peak is one column above the result
+            out = np.empty(len(self), manifest.TABLE.field(name).type.to_pandas_dtype())
+            place = 0
+            for batch in table.iter_batches(1 << 16, columns=[name]):
+                out[place : place + len(batch)] = batch.column(0).to_numpy()
+                place += len(batch)
+            columns[name] = out
+        return columns
+
+    def _check_table(self) -> None:
+        """The table is data: nothing in it may point outside."""
+        classes = len(self.classes)
+        fine = bool(((self.given >= 0) & (self.given < classes)).all())
+        fine = fine and bool(((self.true >= -1) & (self.true < classes)).all())
+        if self.info.shards and fine:
+            sizes = np.array([shard.bytes for shard in self.info.shards], np.int64)
+            fine = bool(((self._shard >= 0) & (self._shard < len(sizes))).all())
+            fine = fine and bool(((self._offset >= 0) & (self._size >= 0)).all())
+            fine = fine and bool((self._offset + self._size <= sizes[self._shard]).all())
+        if not fine:
+            raise UserError(
+                f"{self.store.at(self.info.table.name)} is damaged: it points outside its shards or classes."
+            )
+
+    def _map(self, number: int) -> mmap.mmap:
+        """The memory map of a shard; the first one to ask fetches and checks it."""
+        with self._lock:
+            if number in self._maps:
+                return self._maps[number]
+            if not self.info.shards:
+                raise UserError(
+                    f"{self.store} holds FFCV files only; build with format=tar or format=both to read tars."
+                )
+            shard = self.info.shards[number]
+            path = self._cache.local(shard)
+            with open(path, "rb") as file:
+                view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            if self.verify and self.store.root and hashlib.sha256(view).hexdigest() != shard.sha256:
+                raise self._altered(shard.name)
+            self._maps[number] = view
+            return view
+
+    def _after_fork(self) -> None:
+        # Maps survive a fork, a lock held by another thread at that moment does not.
+        self._lock = threading.Lock()
+        self._cache = Cache(self.store, self._cache.config, self.verify)
+        self._process = os.getpid()

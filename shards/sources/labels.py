@@ -1,0 +1,101 @@
+"""Tables of labels: CSV or Parquet, read as text, with errors that name the row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+from numpy.typing import NDArray
+
+from shards.config import BuildConfig
+from shards.settings import UserError
+from shards.sources import Collection
+
+
+def read_table(path: str, columns: list[str], optional: tuple[str, ...] = ()) -> pa.Table:
+    """The named columns as text; a missing one of `columns` is an error, of `optional` is not."""
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(f"There is no label list {file}. Check the path.")
+    try:
+        if file.suffix == ".parquet":
+            table = pa.parquet.read_table(file)
+        else:
+            # Everything is text at first: class '007' must not become 7, nor 'NA' nothing.
+            names = pa.csv.open_csv(file).schema.names
+            types = pa.csv.ConvertOptions(
+                column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False
+            )
+            table = pa.csv.read_csv(
+                file, convert_options=types, parse_options=pa.csv.ParseOptions(newlines_in_values=True)
+            )
+    except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
+        kind = "Parquet" if file.suffix == ".parquet" else "CSV"
+        raise UserError(
+            f"{file} cannot be read as {kind} ({str(error).strip()}). "
+            "Write it as CSV in UTF-8 with a header line, or as .parquet."
+        ) from None
+    missing = [name for name in columns if name not in table.column_names]
+    if missing:
+        raise UserError(
+            f"{file} has no column '{missing[0]}'; it has {', '.join(table.column_names)}. "
+            "Name the right one with path_column, label_column, true_column or split_column."
+        )
+    chosen = columns + [name for name in optional if name in table.column_names]
+    out = {}
+    for name in chosen:
+        column = table[name]
+        if isinstance(column.type, pa.DictionaryType):
+            column = column.cast(column.type.value_type)
+        text = column.cast(pa.string()).combine_chunks()
+        if name in columns and text.null_count:
+            raise UserError(
+                f"{file}, row {_first_null(text) + 1}: column '{name}' is empty. Fill it or drop the row."
+            )
+        out[name] = text
+    return pa.table(out)
+
+
+def _first_null(column: pa.Array) -> int:
+    return int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
+
+
+def to_numbers(column: pa.Array, classes: list[str], where: str) -> NDArray[np.int32]:
+    """Class numbers of labels written as class names or as numbers; an empty one is -1."""
+    by_name = {name: k for k, name in enumerate(classes)} | {
+        str(k): k for k in range(len(classes)) if str(k) not in classes
+    }
+    encoded = column.dictionary_encode()
+    numbers = []
+    for value in encoded.dictionary.to_pylist():
+        if value and value not in by_name:
+            row = column.index(value).as_py() + 1
+            shown = ", ".join(classes[:5]) + (", ..." if len(classes) > 5 else "")
+            raise UserError(
+                f"{where}, row {row}: there is no class '{value}'. Classes are {shown}. Correct the label."
+            )
+        numbers.append(by_name[value] if value else -1)
+    table = np.array([*numbers, -1], np.int32)
+    return table[encoded.indices.fill_null(len(numbers)).to_numpy(zero_copy_only=False)]
+
+
+def with_labels(found: Collection, config: BuildConfig) -> Collection:
+    """The collection with the given training labels replaced by a published list (CIFAR-N style)."""
+    if not config.labels:
+        return found
+    column = read_table(config.labels, [config.label_column])[config.label_column].combine_chunks()
+    train = found.splits["train"]
+    if len(column) != len(train):
+        raise UserError(
+            f"{config.labels} has {len(column)} labels, {found.name} has {len(train)} training pictures. "
+            "One row for each, in the original order, is needed."
+        )
+    given = to_numbers(column, found.classes, config.labels)
+    if (given < 0).any():
+        row = int(np.flatnonzero(given < 0)[0]) + 1
+        raise UserError(f"{config.labels}, row {row}: the label is empty. Fill it.")
+    return replace(found, splits=found.splits | {"train": replace(train, given=given)})

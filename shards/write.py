@@ -1,0 +1,244 @@
+"""Writing shards: one task is one tar, and knows all that a process on any machine needs to write it."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from multiprocessing import get_context
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+from numpy.typing import NDArray
+
+from shards.picture import Rules, admit
+from shards.sources import Reader, Rejected
+from shards.storage import Store
+from shards.tar import TarWriter
+
+# What is known of a shard when it is written, until the manifest is: one row for each planned sample.
+_PART_COLUMNS: dict[str, Any] = {
+    "row": pa.int64(),
+    "offset": pa.int64(),
+    "size": pa.int32(),
+    "format": pa.string(),
+    "reason": pa.string(),  # why it was rejected; null: it was not
+}
+PART = pa.schema(_PART_COLUMNS)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One shard to be written."""
+
+    split: str
+    number: int
+    start: int  # permanent index of the first sample
+    digest: str
+    rows: NDArray[np.int64]
+    keys: list[str]
+    given: NDArray[np.int32]
+    true: NDArray[np.int32]
+    flipped: NDArray[np.bool_]
+
+    @property
+    def name(self) -> str:
+        return shard_name(self.split, self.number)
+
+
+def shard_name(split: str, number: int) -> str:
+    return f"{split}-{number:06d}.tar"
+
+
+def part_name(shard: str) -> str:
+    return f".build/{shard}.part"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all tasks of a build share."""
+
+    url: str
+    classes: list[str]
+    reader: Reader
+    rules: Rules
+
+
+@dataclass(frozen=True)
+class Part:
+    """A written shard."""
+
+    digest: str
+    bytes: int
+    sha256: str
+    table: pa.Table
+
+    @property
+    def kept(self) -> pa.Table:
+        return self.table.filter(self.table["reason"].is_null())
+
+    def rejected(self) -> list[tuple[int, str]]:
+        bad = self.table.filter(self.table["reason"].is_valid())
+        rows: list[Any] = bad["row"].to_pylist()
+        reasons: list[Any] = bad["reason"].to_pylist()
+        return list(zip(rows, reasons))
+
+
+def load_part(store: Store, shard: str) -> Part | None:
+    """The record of a shard, if it was written whole."""
+    data = store.read(part_name(shard), 1 << 30)
+    if data is None:
+        return None
+    try:
+        table = pa.parquet.read_table(pa.BufferReader(data))
+        about = json.loads(table.schema.metadata[b"shard"])
+    except (pa.ArrowException, KeyError, TypeError, ValueError):
+        return None
+    if store.size(shard) != about["bytes"]:
+        return None
+    return Part(about["digest"], about["bytes"], about["sha256"], table)
+
+
+def write_shard(task: Task, job: Job, step: Callable[[int], None]) -> None:
+    """Fetch, check, perhaps shrink, and store the samples of a task; rejected ones are left out and noted."""
+    store = Store(job.url)
+    names = [json.dumps(name, ensure_ascii=False) for name in job.classes]
+    columns: dict[str, list[Any]] = {field: [] for field in PART.names}
+    temporary = store.temporary()
+    try:
+        with _earlier(store, task) as earlier, open(temporary, "wb", buffering=1 << 20) as file:
+            tar = TarWriter(file)
+            for place, (row, key) in enumerate(zip(task.rows.tolist(), task.keys)):
+                record: tuple[int, int, str | None, str | None]
+                try:
+                    picture, extension = earlier(row) or admit(
+                        job.reader.read(task.split, row, key), job.rules
+                    )
+                except Rejected as error:
+                    record = (0, 0, None, str(error))
+                except OSError as error:
+                    record = (0, 0, None, _reason(error))
+                else:
+                    index = task.start + place
+                    about = _about(index, task, place, names, key)
+                    offset = tar.add(f"{index:08d}", extension, picture, about)
+                    record = (offset, len(picture), extension, None)
+                for field, value in zip(PART.names, (row, *record)):
+                    columns[field].append(value)
+                if place % 64 == 63:
+                    step(64)
+            step(len(task.rows) % 64)
+            sha256 = tar.close()
+        store.publish(temporary, task.name)
+    finally:
+        temporary.unlink(missing_ok=True)
+    known = json.dumps({"digest": task.digest, "bytes": tar.bytes, "sha256": sha256})
+    table = pa.table(columns, schema=PART.with_metadata({"shard": known}))
+    sink = pa.BufferOutputStream()
+    pa.parquet.write_table(table, sink)
+    store.write(part_name(task.name), sink.getvalue().to_pybytes())
+
+
+def _reason(error: OSError) -> str:
+    return (
+        "missing file"
+        if isinstance(error, FileNotFoundError)
+        else f"cannot be read ({error.strerror or error})"
+    )
+
+
+def _about(index: int, task: Task, place: int, names: list[str], key: str) -> bytes:
+    """The sample's JSON; put together by hand because this runs once for every picture of the web."""
+    given, true = int(task.given[place]), int(task.true[place])
+    truth, flipped = true if true >= 0 else "null", "true" if task.flipped[place] else "false"
+    return (
+        f'{{"index": {index}, "label": {given}, "class": {names[given]}, '
+        f'"true_label": {truth}, "flipped": {flipped}, '
+        f'"key": {json.dumps(key, ensure_ascii=False)}}}'
+    ).encode()
+
+
+@contextmanager
+def _earlier(store: Store, task: Task) -> Iterator[Callable[[int], tuple[bytes, str] | None]]:
+    """Pictures of this shard as it was before some sample proved unusable; they are not encoded again."""
+    old = load_part(store, task.name) if store.root else None
+    if old is None or store.root is None:
+        yield lambda row: None
+        return
+    table = old.kept
+    where = {
+        row: (offset, size, extension)
+        for row, offset, size, extension in zip(*(table[name].to_pylist() for name in PART.names[:4]))
+    }
+    with open(store.root / task.name, "rb") as file:
+
+        def fetch(row: int) -> tuple[bytes, str] | None:
+            if row not in where:
+                return None
+            offset, size, extension = where[row]
+            file.seek(offset)
+            return file.read(size), extension
+
+        yield fetch
+
+
+_job: Job
+_counter: Any
+
+
+def _start_worker(job: Job, counter: Any, parent: int) -> None:
+    global _job, _counter
+    _job, _counter = job, counter
+
+    def watch() -> None:  # a killed parent leaves no orphans behind
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _count(samples: int) -> None:
+    with _counter.get_lock():
+        _counter.value += samples
+
+
+def _work(task: Task) -> None:
+    write_shard(task, _job, _count)
+
+
+def write_all(tasks: Iterator[Task], job: Job, writers: int, step: Callable[[int], None]) -> None:
+    """Do all tasks, in this process or in several; `step` hears of finished samples."""
+    if writers <= 1:
+        for task in tasks:
+            write_shard(task, job, step)
+        return
+    # Spawned, not forked: the caller may have threads, and file systems do not survive a fork.
+    context = get_context("spawn")
+    counter = context.Value("q", 0)
+    seen = 0
+    with ProcessPoolExecutor(writers, context, _start_worker, (job, counter, os.getpid())) as pool:
+        running: set[Future[None]] = set()
+        try:
+            while True:
+                # Few tasks are in flight at a time: their keys are the memory of this loop.
+                for task in islice(tasks, writers + 1 - len(running)):
+                    running.add(pool.submit(_work, task))
+                if not running:
+                    break
+                done, running = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
+                for future in done:
+                    future.result()
+                step(counter.value - seen)
+                seen = counter.value
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
