@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional as dist_grad
 from torch import Tensor
 
 T = TypeVar("T")
@@ -63,13 +62,9 @@ class World:
         padded = value
         if value.shape[0] < most:
             padded = torch.cat([value, value.new_zeros(most - value.shape[0], *value.shape[1:])])
-        if grad:
-            parts = dist_grad.all_gather(padded.contiguous())
-        else:
-            padded = padded.detach().contiguous()
-            parts = tuple(torch.empty_like(padded) for _ in range(self.size))
-            dist.all_gather(list(parts), padded)
-        return torch.cat([part[:n] for part, n in zip(parts, rows)])
+        padded = padded if grad else padded.detach()
+        stacked: Tensor = _Gather.apply(padded.contiguous(), self)  # (R, most, ...)
+        return torch.cat([part[:n] for part, n in zip(stacked, rows)])
 
     def share(self, value: T | None) -> T:
         """The lead's object on every rank."""
@@ -96,6 +91,23 @@ class World:
 
     def slice_sizes(self, n: int) -> list[int]:
         return [n * (r + 1) // self.size - n * r // self.size for r in range(self.size)]
+
+
+class _Gather(torch.autograd.Function):
+    """All ranks' tensors stacked; the gradient of a rank's tensor is summed over everybody who used it."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, world: World) -> Tensor:  # type: ignore[override]
+        ctx.rank = world.rank
+        parts = [torch.empty_like(value) for _ in range(world.size)]
+        dist.all_gather(parts, value)
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].contiguous()
+        dist.all_reduce(total)
+        return total[ctx.rank], None
 
 
 def start(device: str = "auto", timeout_seconds: float = 600.0) -> World:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from pipeline.config import Config, OptimConfig
 from pipeline.data.batch import Batch, Pass, TrainingSet
+from pipeline.models.network import Average, Network, unit
 from pipeline.survey import Survey
 from pipeline.world import World
 
@@ -64,12 +63,19 @@ class Method(nn.Module):
         """Whether the epoch just entered starts with a survey."""
         return False
 
+    def ends_with_survey(self) -> bool:
+        """Whether evaluation wants a survey of the network as it is now; it then serves the next epoch's start too."""
+        return False
+
     def begin_epoch(self, survey: Survey | None) -> None:
         """Update beliefs. Called once per epoch on all ranks; not called again when resuming inside the epoch."""
 
     def passes(self) -> list[Pass]:
         """The walks of this epoch: a pure function of beliefs, stage and epoch."""
         return [Pass(self.data.shuffled(self.tick()))]
+
+    def end_epoch(self, survey: Survey | None) -> None:
+        """Called after the passes, before evaluation; `survey` is there if ends_with_survey() asked for one."""
 
     def tick(self, walk: int = 0) -> int:
         """A number for (stage, epoch, walk) that keys random orders and augmentations."""
@@ -92,10 +98,35 @@ class Method(nn.Module):
         """Scores (B,K) by head, the one that counts first; evaluation mode. Softmax of them is a distribution."""
         raise NotImplementedError
 
+    def embeddings(self, images: Tensor) -> Tensor:
+        """(B,D) unit vectors whose cosines mean similarity; evaluation mode. Serves audit and pictures."""
+        raise NotImplementedError
+
     # -- what it believes ------------------------------------------------------------------------------------------
 
     def beliefs(self) -> Beliefs | None:
         return None
 
-    def given_labels(self) -> Tensor:
-        return torch.from_numpy(self.data.given.astype(np.int64))
+
+class OneNetwork(Method):
+    """A method with one network and, if asked for, a moving average of it that does the judging."""
+
+    def __init__(self, config: Config, data: TrainingSet, world: World, embed: bool = False, cosine: bool = False) -> None:
+        super().__init__(config, data, world)
+        self.network = Network(config.model, data.classes, embed, cosine)
+        self.average = Average(self.network, config.model.ema) if config.model.ema else None
+
+    @property
+    def judge(self) -> Network:
+        """The network used for survey, evaluation and prediction."""
+        return self.network if self.average is None else self.average.network  # type: ignore[return-value]
+
+    def after_step(self) -> None:
+        if self.average is not None:
+            self.average.update(self.network)
+
+    def scores(self, images: Tensor) -> dict[str, Tensor]:
+        return {"linear": self.judge(images)[1].float()}
+
+    def embeddings(self, images: Tensor) -> Tensor:
+        return unit(self.judge(images)[0])

@@ -1,0 +1,69 @@
+# Two commands do everything: `make demo` and `make test`. Set-up happens by itself, once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RANKS ?= 2
+DEMO := demo
+SEED ?= 0
+# One thread per rank: on a small machine ranks that share cores would otherwise fight for them.
+RUN := OMP_NUM_THREADS=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 $(BIN)/torchrun --nproc_per_node=$(RANKS) --standalone
+INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint format types setup setup-test headers drill bench clean help
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+setup: $(VENV)/ready
+$(VENV)/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Evenhand needs Python 3.11 or newer; say which with: make PYTHON=python3.12"; exit 2; }
+	@echo "setting up $(VENV) (once; this downloads packages)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(INSTALL) torch==2.13.0
+	@$(INSTALL) -e .
+	@touch $@
+
+setup-test: $(VENV)/ready-test
+$(VENV)/ready-test: $(VENV)/ready
+	@$(INSTALL) -e '.[deepspeed,s3,dev]'
+	@$(MAKE) --no-print-directory headers
+	@touch $@
+
+# FFCV compiles against OpenCV and libjpeg-turbo. On Debian as root they are installed; elsewhere we say what is missing.
+headers: $(VENV)/ready
+	@$(BIN)/python -c 'import ffcv' 2>/dev/null && exit 0; \
+	have() { pkg-config --exists opencv4 libturbojpeg; }; \
+	if ! have && command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+	  echo "installing the headers FFCV compiles against"; \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+	    libopencv-dev libturbojpeg0-dev pkg-config >/dev/null; \
+	fi; \
+	if have; then $(INSTALL) -e '.[ffcv]'; \
+	else echo "FFCV is left out: it needs the packages libopencv-dev, libturbojpeg0-dev and pkg-config. Its tests are skipped."; fi
+
+demo: setup ## digits, rho=10, noise 0.5: cross-entropy against the Prototypical Classifier on 2 ranks, and a report
+	@for method in cross_entropy prototypical; do \
+	  echo; echo "== $$method =="; \
+	  $(RUN) -m pipeline.train --config configs/digits.yaml method.name=$$method seed=$(SEED) \
+	    output=$(DEMO)/$$method-$(SEED) tracking.uri=sqlite:///$(DEMO)/mlflow.db tracking.experiment=demo || exit 1; \
+	done
+	@$(BIN)/python -m pipeline.report --uri sqlite:///$(DEMO)/mlflow.db --experiment demo --out $(DEMO)
+	@echo; echo "Compare the runs in the MLflow UI:  $(BIN)/mlflow ui --backend-store-uri sqlite:///$(DEMO)/mlflow.db   then open http://127.0.0.1:5000"
+
+test: setup-test ## the whole suite
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" tests
+
+lint: setup-test ## lint, format and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: setup-test ## put every file in form
+	@$(BIN)/ruff check --fix -q . ; $(BIN)/ruff format -q .
+
+drill: setup-test ## the long drills: random kills, every file event of a save
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests
+
+clean: ## remove what demo and tests made (not .venv)
+	@rm -rf $(DEMO) runs data .pytest_cache .mypy_cache .ruff_cache

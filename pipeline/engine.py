@@ -1,0 +1,163 @@
+"""One optimiser step on all ranks. The rest of the pipeline does not know who does it: DDP here, DeepSpeed next door."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pipeline.config import Config
+from pipeline.data.batch import Batch
+from pipeline.methods.base import Method, Stage
+from pipeline.world import World
+
+
+class Engine(Protocol):
+    def begin_stage(self, stage: Stage, resuming: bool) -> None: ...
+    def train_only(self, prefixes: tuple[str, ...]) -> None: ...
+    def step(self, batch: Batch, lr: float) -> dict[str, Tensor]: ...
+    def bad_steps(self) -> int: ...
+    def state(self) -> dict[str, Any]: ...
+    def load(self, state: dict[str, Any]) -> None: ...
+
+
+def autocast_for(precision: str, device: torch.device) -> torch.autocast:
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    return torch.autocast(device.type, dtype=dtype, enabled=precision != "fp32")
+
+
+def make_engine(config: Config, method: Method, world: World) -> Engine:
+    if config.engine == "deepspeed":
+        from pipeline.engine_deepspeed import DeepSpeedEngine
+
+        return DeepSpeedEngine(config, method, world)
+    return TorchEngine(config, method, world)
+
+
+class TorchEngine:
+    """Plain torch on one rank, DistributedDataParallel on several."""
+
+    def __init__(self, config: Config, method: Method, world: World) -> None:
+        self.config, self.method, self.world = config, method, world
+        self.autocast = autocast_for(config.train.precision, world.device)
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.train.precision == "fp16")
+        self.statistics = local_statistics(method) if world.size > 1 else []
+        self.optimizer = self._new_optimizer()
+        self.wrapped: nn.Module = method
+        self.prefixes: tuple[str, ...] | None = None
+        self.bad = torch.zeros((), device=world.device)  # consecutive steps whose gradient was not finite
+
+    def _new_optimizer(self) -> torch.optim.SGD:
+        optim = self.config.optim
+        # Fused, because a fused step can be skipped on the device (found_inf) without asking the host.
+        return torch.optim.SGD(
+            [p for _, p in learnable(self.method)], optim.lr, optim.momentum, weight_decay=optim.weight_decay, fused=True
+        )
+
+    def begin_stage(self, stage: Stage, resuming: bool) -> None:
+        if stage.fresh_optimizer and not resuming:
+            self.optimizer = self._new_optimizer()
+        if stage.optim is not None:
+            for group in self.optimizer.param_groups:
+                group.update(momentum=stage.optim.momentum, weight_decay=stage.optim.weight_decay)
+        self.clip = (stage.optim or self.config.optim).clip
+        self.train_only(stage.trainable)
+
+    def train_only(self, prefixes: tuple[str, ...]) -> None:
+        """Let only the parameters under these prefixes learn. DDP must know: it waits for every gradient it expects."""
+        if prefixes == self.prefixes:
+            return
+        first, self.prefixes = self.prefixes is None, prefixes
+        for name, parameter in learnable(self.method):
+            parameter.requires_grad_(name.startswith(prefixes))
+            parameter.grad = None
+        if self.world.size > 1:
+            # Beliefs are equal on all ranks by construction and large: no broadcast of buffers.
+            self.wrapped = DistributedDataParallel(
+                self.method,
+                device_ids=[self.world.local_rank] if self.world.device.type == "cuda" else None,
+                broadcast_buffers=False,
+                init_sync=first,
+                gradient_as_bucket_view=True,
+            )
+
+    def step(self, batch: Batch, lr: float) -> dict[str, Tensor]:
+        """Forward and backward of one micro-batch; the optimiser moves after the last one of a global batch."""
+        with self._sync(batch.last):
+            with self.autocast:
+                losses = self.wrapped(batch)
+            self.scaler.scale(losses["loss"] * batch.share).backward()
+        if batch.last:
+            self._update(lr)
+        return {name: value.detach() for name, value in losses.items()}
+
+    @contextlib.contextmanager
+    def _sync(self, last: bool) -> Iterator[None]:
+        quiet = isinstance(self.wrapped, DistributedDataParallel) and not last
+        with self.wrapped.no_sync() if quiet else contextlib.nullcontext():  # type: ignore[operator]
+            yield
+
+    def _update(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.scaler.unscale_(self.optimizer) if self.scaler.is_enabled() else None
+        gradients = [p.grad for p in self.method.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if self.clip:
+            torch.nn.utils.clip_grads_with_norm_([p for p in self.method.parameters() if p.grad is not None], self.clip, norm)
+        finite = torch.isfinite(norm)
+        self.bad = torch.where(finite, 0.0, self.bad + 1)
+        if self.scaler.is_enabled():
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:  # gradients are the same on all ranks after the all-reduce, and so is the verdict
+            self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        average_over_ranks(self.statistics, self.world)
+        self.method.after_step()
+
+    def bad_steps(self) -> int:
+        return int(self.bad)
+
+    # -- state that knows neither ranks nor engines ---------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        names = [name for name, _ in learnable(self.method)]
+        kept = self.optimizer.state_dict()["state"]
+        momentum = {names[i]: slot["momentum_buffer"] for i, slot in kept.items() if slot.get("momentum_buffer") is not None}
+        return {"momentum": momentum, "scaler": self.scaler.state_dict(), "bad": int(self.bad)}
+
+    def load(self, state: dict[str, Any]) -> None:
+        names = [name for name, _ in learnable(self.method)]
+        slots = {i: {"momentum_buffer": state["momentum"][name]} for i, name in enumerate(names) if name in state["momentum"]}
+        self.optimizer.load_state_dict({"state": slots, "param_groups": self.optimizer.state_dict()["param_groups"]})
+        if self.scaler.is_enabled() and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        self.bad.fill_(state["bad"])
+
+
+def learnable(method: Method) -> list[tuple[str, nn.Parameter]]:
+    """Parameters an optimiser may move: all but those of moving averages."""
+    return [(name, p) for name, p in method.named_parameters() if "average." not in name]
+
+
+def local_statistics(method: Method) -> list[Tensor]:
+    """Running statistics of batch normalisations that see only their own rank's rows."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d)
+    layers = [m for m in method.modules() if isinstance(m, kinds) and m.track_running_stats]
+    return [s for m in layers for s in (m.running_mean, m.running_var) if s is not None]
+
+
+@torch.no_grad()
+def average_over_ranks(tensors: list[Tensor], world: World) -> None:
+    """Make running statistics the mean over ranks, every step, so that all ranks and every checkpoint hold the same."""
+    if not tensors:
+        return
+    flat = world.sum(torch.cat([t.flatten() for t in tensors])) / world.size
+    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors])):
+        tensor.copy_(part.view_as(tensor))

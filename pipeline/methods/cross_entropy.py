@@ -1,0 +1,16 @@
+"""Plain cross-entropy on the given labels: what everything else is compared with."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pipeline.data.batch import Batch
+from pipeline.losses import cross_entropy
+from pipeline.methods.base import OneNetwork
+
+
+class CrossEntropy(OneNetwork):
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        _, logits = self.network(batch.views["weak"])
+        loss = cross_entropy(logits, batch.label, batch.valid, self.world)
+        return {"loss": loss, "ce": loss}

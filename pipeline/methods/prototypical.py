@@ -1,0 +1,191 @@
+"""The Prototypical Classifier (arXiv 2110.11553), on any number of ranks.
+
+Each epoch: look at every training sample (survey) -> prototypes -> threshold -> refined labels and weights -> train with
+    L = ce * L_ce + contrastive * L_cc + prototype(e) * L_pc.
+B rows on this rank, K classes, D embedding width, N training samples.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pipeline import cleaning, mixing
+from pipeline.config import Config
+from pipeline.data.batch import Batch, Pass, TrainingSet
+from pipeline.losses import cross_entropy, instance_contrastive, prototype_logits, soft_cross_entropy
+from pipeline.methods.base import Beliefs, OneNetwork, Stage
+from pipeline.methods.options import Prototypical as Options
+from pipeline.prototypes import class_prototypes
+from pipeline.survey import Survey
+from pipeline.world import World
+
+WARMUP, MAIN = 0, 1
+MIX_COEFFICIENT, MIX_PARTNER = 1, 2  # purposes of random numbers
+PRESETS = {
+    "paper": {"relabel_weight": "margin", "neighbour_rule": "off", "prototype_labels": "refined"},
+    "released": {"relabel_weight": "half", "neighbour_rule": "on", "prototype_labels": "given"},
+}
+
+
+def resolve(options: Options) -> Options:
+    """The switches with 'preset' replaced by what the preset says."""
+    chosen = {key: value for key, value in PRESETS[options.preset].items() if getattr(options, key) == "preset"}
+    return options.model_copy(update=chosen)
+
+
+class Prototypical(OneNetwork):
+    prototypes: Tensor  # (K,D) of the epoch's start: they teach
+    current: Tensor  # (K,D) of the network as it is now: they judge
+    weight: Tensor  # (N,) float32
+    refined: Tensor  # (N,) int16 or int32
+    clean: Tensor  # (N,) bool
+    flagged: Tensor  # (N,) uint8: epochs in which the label was doubted
+
+    def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
+        super().__init__(config, data, world, embed=True)
+        assert isinstance(config.method, Options)
+        self.options = resolve(config.method)
+        K, D, N = data.classes, config.model.embedding, len(data)
+        self.register_buffer("prototypes", torch.zeros(K, D))
+        self.register_buffer("current", torch.zeros(K, D))
+        self.register_buffer("weight", torch.ones(N))
+        self.register_buffer("refined", torch.from_numpy(data.given).to(torch.int16 if K < 2**15 else torch.int32))
+        self.register_buffer("clean", torch.ones(N, dtype=torch.bool))
+        self.register_buffer("flagged", torch.zeros(N, dtype=torch.uint8))
+        self.score: Tensor | None = None  # (N,) confidence in the given label, until the epoch's metrics are made
+        self.empty_classes = 0
+
+    def stages(self) -> list[Stage]:
+        # The projector has no loss in the warm-up; both stages share one optimiser, as in the released code.
+        warmup = Stage("warm-up", steps=self.options.warmup_steps, constant_lr=True, trainable=("network.backbone", "network.head"))
+        learns = ("network.backbone", "network.projector") + (("network.head",) if self.options.cross_entropy else ())
+        return [warmup, Stage("train", epochs=self.config.train.epochs, fresh_optimizer=False, trainable=learns)]
+
+    # -- what is believed -----------------------------------------------------------------------------------------------
+
+    @property
+    def cleaning_now(self) -> bool:
+        return self.options.cleaning and self.stage == MAIN and self.epoch >= self.options.cleaning_start
+
+    @property
+    def threshold(self) -> float:
+        return cleaning.threshold_at(self.options, self.epoch, self.config.train.epochs, self.data.classes)
+
+    def wants_survey(self) -> bool:
+        return self.stage == MAIN
+
+    def ends_with_survey(self) -> bool:
+        return self.stage == MAIN
+
+    def survey_outputs(self, images: Tensor) -> dict[str, Tensor]:
+        features, logits = self.judge(images)
+        return {"z": self.judge.embed(features), "linear": logits}
+
+    def begin_epoch(self, survey: Survey | None) -> None:
+        if survey is None:
+            return
+        self.prototypes.copy_(self._prototypes_of(survey))
+        if self.cleaning_now:
+            self._clean(survey)
+
+    def end_epoch(self, survey: Survey | None) -> None:
+        if survey is not None:
+            self.current.copy_(self._prototypes_of(survey))
+
+    def _prototypes_of(self, survey: Survey) -> Tensor:
+        """Weighted by the weights of the last cleaning, which are all 1 before the first."""
+        label = self.refined if self.options.prototype_labels == "refined" else self._given(survey.index)
+        label = label[survey.index].long() if self.options.prototype_labels == "refined" else label
+        out, empty = class_prototypes(survey["z"], label, self.weight[survey.index], self.prototypes, self.world)
+        self.empty_classes = int(empty.sum())
+        return out
+
+    def _given(self, index: Tensor) -> Tensor:
+        first, last = (int(index[0]), int(index[-1]) + 1) if len(index) else (0, 0)
+        return torch.from_numpy(self.data.given[first:last]).to(index.device, torch.long)
+
+    def _clean(self, survey: Survey) -> None:
+        """Refine this rank's part, then tell everybody."""
+        logits = prototype_logits(survey["z"], self.prototypes, self.options.temperature)
+        part = cleaning.refine(logits, self._given(survey.index), self.threshold, self.options.relabel_weight, self.options.min_score)
+        self.refined.copy_(survey.everywhere(part.label.to(self.refined.dtype)))
+        self.clean.copy_(survey.everywhere(part.clean.to(torch.uint8)).bool())
+        self.score = survey.everywhere(part.score)
+        if self.options.neighbour_rule == "on" and self.options.relabel_weight != "one":
+            nearest = cleaning.nearest_other(survey["z"], survey.index, survey.everywhere(survey["z"]), self.options.neighbour_block)
+            differs = self.refined[nearest] != self.refined[survey.index]
+            part.weight = torch.where(differs, part.weight / 2, part.weight)
+        self.weight.copy_(survey.everywhere(part.weight))
+        self.flagged += (~self.clean & (self.flagged < 255)).to(torch.uint8)
+
+    def beliefs(self) -> Beliefs:
+        extra = {"empty_classes": float(self.empty_classes)}
+        if not self.cleaning_now:
+            return Beliefs(extra=extra)
+        score, self.score = self.score, None
+        return Beliefs(self.weight, self.refined.long(), self.clean, score, {**extra, "threshold": self.threshold})
+
+    # -- how it is trained ----------------------------------------------------------------------------------------------
+
+    def passes(self) -> list[Pass]:
+        if self.stage == WARMUP:
+            return [Pass(self.data.shuffled(self.tick()))]
+        return [Pass(self.data.shuffled(self.tick()), ("weak", "strong"))]
+
+    @property
+    def prototype_weight(self) -> float:
+        top, ramp = self.options.prototype, self.options.prototype_ramp
+        return min(1 + self.epoch * (top - 1) / ramp, top) if ramp else top
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        """Three passes through the network, each with batch statistics of its own: weak, strong, mixed."""
+        weak = batch.views["weak"]
+        features, logits = self.network(weak)
+        if self.stage == WARMUP:
+            loss = cross_entropy(logits, batch.label, batch.valid, self.world)
+            return {"loss": loss, "ce": loss}
+        label, weight = batch.label, batch.valid
+        if self.cleaning_now:
+            label, weight = self.refined[batch.index].long(), self.weight[batch.index] * batch.valid
+        parts: dict[str, Tensor] = {}
+        trusted = self.options.weighted_ce
+        if self.options.cross_entropy:
+            parts["ce"] = cross_entropy(logits, label if trusted else batch.label, weight if trusted else batch.valid, self.world)
+        if self.options.contrastive:
+            z, z_strong = self.network.embed(features), self.network.embed(self.network(batch.views["strong"])[0])
+            parts["cc"] = instance_contrastive(z, z_strong, batch.valid, self.options.temperature, self.world, batch.rows)
+        parts["pc"] = self._prototype_loss(batch, label, weight)
+        loss = (
+            self.options.cross_entropy * parts.get("ce", 0.0)
+            + self.options.contrastive * parts.get("cc", 0.0)
+            + self.prototype_weight * parts["pc"]
+        )
+        return {"loss": loss, **parts}
+
+    def _prototype_loss(self, batch: Batch, label: Tensor, weight: Tensor) -> Tensor:
+        """L_pc (paper eq. 3): mixed pictures towards the mixture of their prototypes."""
+        views = [batch.views["weak"]] + ([batch.views["strong"]] if self.options.mixup_views == "both" else [])
+        target = F.one_hot(label, self.data.classes).float().repeat(len(views), 1)
+        weights = weight.repeat(len(views))
+        images = torch.cat(views)
+        if self.options.mixup and (self.cleaning_now or self.options.mixup_before_cleaning or not self.options.cleaning):
+            lam = mixing.coefficient(batch, self.options.mixup, MIX_COEFFICIENT)
+            partner = mixing.partners(batch, len(views), MIX_PARTNER)
+            images, target, weights = (mixing.mix(v, partner, lam) for v in (images, target, weights))
+        z = self.network.embed(self.network(images)[0])
+        return soft_cross_entropy(prototype_logits(z, self.prototypes, self.options.temperature), target, weights, self.world)
+
+    # -- what it says ---------------------------------------------------------------------------------------------------
+
+    def scores(self, images: Tensor) -> dict[str, Tensor]:
+        features, logits = self.judge(images)
+        z, T = self.judge.embed(features), self.options.temperature
+        heads = {"prototype": prototype_logits(z, self.current, T), "stale": prototype_logits(z, self.prototypes, T)}
+        if self.options.stale_prototypes:
+            heads = {"prototype": heads["stale"], "fresh": heads["prototype"]}
+        return {**heads, "linear": logits.float()}
+
+    def embeddings(self, images: Tensor) -> Tensor:
+        return self.judge.embed(self.judge(images)[0])

@@ -1,0 +1,90 @@
+"""Numbers people compare: accuracy by group of classes, and how well wrong labels were found."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipeline.methods.base import Beliefs
+
+GROUPS = ("many", "medium", "few")
+
+
+def class_groups(clean_counts: np.ndarray) -> dict[str, np.ndarray]:
+    """(K,) bool per group: more than 100, 20 to 100, fewer than 20 training samples (clean counts)."""
+    return {
+        "many": clean_counts > 100,
+        "medium": (clean_counts >= 20) & (clean_counts <= 100),
+        "few": clean_counts < 20,
+    }
+
+
+def accuracy(correct_K: np.ndarray, total_K: np.ndarray) -> float:
+    return float(100 * correct_K.sum() / max(total_K.sum(), 1))
+
+
+def group_accuracies(correct_K: np.ndarray, total_K: np.ndarray, groups: dict[str, np.ndarray]) -> dict[str, float]:
+    """Mean per-class accuracy of each group that has classes with test pictures."""
+    seen = total_K > 0
+    rate = 100 * correct_K / np.maximum(total_K, 1)
+    return {name: float(rate[member & seen].mean()) for name, member in groups.items() if (member & seen).any()}
+
+
+def detection(truth: np.ndarray, guess: np.ndarray) -> dict[str, float]:
+    """Precision, recall and F1 of a yes/no guess."""
+    hit = int((truth & guess).sum())
+    precision = hit / max(int(guess.sum()), 1)
+    recall = hit / max(int(truth.sum()), 1)
+    return {"precision": precision, "recall": recall, "f1": 2 * precision * recall / max(precision + recall, 1e-12)}
+
+
+def area_under_curve(truth: np.ndarray, score: np.ndarray) -> float | None:
+    """Chance that a true one scores higher than a false one; None when there is only one kind."""
+    from scipy.stats import rankdata
+
+    yes, no = int(truth.sum()), int((~truth).sum())
+    if not yes or not no:
+        return None
+    return float((rankdata(score)[truth].sum() - yes * (yes + 1) / 2) / (yes * no))
+
+
+def cleaning_metrics(
+    beliefs: Beliefs | None, given: np.ndarray, true: np.ndarray, groups: dict[str, np.ndarray]
+) -> dict[str, float]:
+    """How the beliefs compare with the true labels, where these are known; groups go by the given label."""
+    if beliefs is None:
+        return {}
+    out = {f"clean/{name}": value for name, value in beliefs.extra.items()}
+    if beliefs.weight is not None:
+        out["clean/mean_weight"] = float(beliefs.weight.mean())
+    if beliefs.clean is not None:
+        guess = beliefs.clean.cpu().numpy()
+        out["clean/share"] = float(guess.mean())
+        if beliefs.label is not None:
+            label = beliefs.label.cpu().numpy()
+            out["clean/relabelled"] = float((label != given).mean())
+            out["clean/doubtful"] = float((~guess & (label == given)).mean())
+    known = true >= 0
+    if not known.any():
+        return out
+    right = given == true
+    if beliefs.clean is not None:
+        for name, value in detection(right[known], guess[known]).items():
+            out[f"clean/{name}"] = value
+        for name, value in detection(~right[known], ~guess[known]).items():
+            out[f"noisy/{name}"] = value
+        for group, member in groups.items():
+            rows = known & member[given]
+            if rows.any():
+                out[f"clean/f1_{group}"] = detection(right[rows], guess[rows])["f1"]
+                out[f"noisy/f1_{group}"] = detection(~right[rows], ~guess[rows])["f1"]
+    if beliefs.score is not None:
+        area = area_under_curve(right[known], beliefs.score.cpu().numpy()[known])
+        if area is not None:
+            out["clean/auc"] = area
+    if beliefs.label is not None:
+        out["clean/noise_before"] = float((~right[known]).mean())
+        out["clean/noise_after"] = float((label[known] != true[known]).mean())
+        changed = known & (label != given)
+        if changed.any():
+            out["clean/relabel_accuracy"] = float((label[changed] == true[changed]).mean())
+    return out

@@ -1,0 +1,68 @@
+"""A backbone with a linear head and, for methods that embed, a projector onto the unit sphere."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipeline.config import ModelConfig
+from pipeline.losses import full_precision
+from pipeline.models.backbones import build_backbone
+
+
+@full_precision
+def unit(x: Tensor) -> Tensor:
+    """Rows of length one; a zero row stays zero instead of becoming NaN."""
+    return F.normalize(x, dim=-1, eps=1e-12)
+
+
+class CosineHead(nn.Module):
+    """Cosine of the feature with one unit vector per class (LDAM's classifier)."""
+
+    def __init__(self, features: int, classes: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(classes, features))
+        nn.init.kaiming_uniform_(self.weight, a=5**0.5)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return full_precision(F.linear)(unit(features), unit(self.weight))
+
+
+class Network(nn.Module):
+    def __init__(self, config: ModelConfig, classes: int, embed: bool = False, cosine_head: bool = False) -> None:
+        super().__init__()
+        self.backbone, self.features = build_backbone(config)
+        self.head: nn.Module = CosineHead(self.features, classes) if cosine_head else nn.Linear(self.features, classes)
+        self.projector = nn.Linear(self.features, config.embedding) if embed else None
+        if config.channels_last:
+            self.backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._body = torch.compile(self.backbone) if config.compile else self.backbone
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """(features, logits)"""
+        features = self._body(images)
+        return features, self.head(features)
+
+    def embed(self, features: Tensor) -> Tensor:
+        """(B,D) on the unit sphere, in float32."""
+        assert self.projector is not None
+        return unit(self.projector(features))
+
+
+class Average(nn.Module):
+    """Moving average of a network's weights; statistics are copied as they are."""
+
+    def __init__(self, network: nn.Module, decay: float) -> None:
+        super().__init__()
+        self.network = copy.deepcopy(network).requires_grad_(False)
+        self.decay = decay
+
+    @torch.no_grad()
+    def update(self, network: nn.Module) -> None:
+        old, new = list(self.network.parameters()), list(network.parameters())
+        torch._foreach_lerp_(old, new, 1 - self.decay)
+        for kept, value in zip(self.network.buffers(), network.buffers()):
+            kept.copy_(value)

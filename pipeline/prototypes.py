@@ -1,0 +1,30 @@
+"""Class prototypes: weighted means of embeddings, summed over all ranks in float64, put on the unit sphere."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pipeline.world import World
+
+
+def class_sums(z_ND: Tensor, label_N: Tensor, weight_N: Tensor, classes: int) -> Tensor:
+    """(K, D+1) float64: per class the weighted sum of embeddings and, last, the sum of weights."""
+    rows = torch.cat([z_ND.double(), torch.ones_like(z_ND[:, :1], dtype=torch.float64)], 1)
+    sums = torch.zeros(classes, rows.shape[1], dtype=torch.float64, device=z_ND.device)
+    return sums.index_add_(0, label_N, rows * weight_N.double()[:, None])
+
+
+def class_prototypes(
+    z_ND: Tensor, label_N: Tensor, weight_N: Tensor, previous_KD: Tensor, world: World
+) -> tuple[Tensor, Tensor]:
+    """(K,D) unit prototypes (paper eq. 7) and (K,) bool: classes nobody stood for, which keep their previous one.
+
+    z, label, weight are this rank's part of the training set; one all-reduce of K x (D+1) numbers joins the parts.
+    """
+    sums = world.sum(class_sums(z_ND, label_N, weight_N, len(previous_KD)))
+    mean = sums[:, :-1] / sums[:, -1:].clamp_min(1e-300)
+    length = mean.norm(dim=1, keepdim=True)
+    empty = (sums[:, -1] <= 0) | (length[:, 0] < 1e-12)
+    fresh = (mean / length.clamp_min(1e-12)).float()
+    return torch.where(empty[:, None], previous_KD, fresh), empty

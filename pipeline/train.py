@@ -1,0 +1,155 @@
+"""Train: `torchrun --nproc_per_node=8 -m pipeline.train [--config FILE] [key=value ...]`. This file only wires."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline import config as configuration
+from pipeline.config import Config
+from pipeline.outcome import record
+from shards.settings import UserError, flatten, run
+
+if TYPE_CHECKING:
+    from pipeline.tracking import Status
+
+
+def main(argv: list[str]) -> int:
+    config = configuration.load(argv)  # before torch: a typing mistake is told at once
+    from pipeline import outputs, preemption
+    from pipeline import world as ranks
+    from pipeline.log import log, start_logging
+    from pipeline.pulse import Stopped
+
+    preemption.die_with_parent()
+    config = config.model_copy(update={"output": config.output or outputs.default_folder(config)})
+    world = ranks.start(config.train.device, config.train.timeout)
+    try:
+        start_logging(world.leads)
+        trainer, folder = build(config, world)
+        if done := outputs.finished(folder):
+            log.info("this run has finished already (best %.2f, last %.2f): %s", done["best"], done["last"], folder)
+            return record("finished")
+        if world.leads:
+            start_logging(True, folder / "log.txt")
+            outputs.write_config(config, folder)
+        status: Status = "FAILED"
+        try:
+            trainer.run()
+            summary = outputs.finish(config, trainer, folder)
+            status = "FINISHED"
+        except Stopped as stop:
+            status = "KILLED"
+            log.warning("stopped (%s); everything is saved, the same command goes on from here", stop)
+            return record("stopped", str(stop))
+        finally:
+            trainer.tracker.finish(status)
+            trainer.checkpoints.close()
+        if summary:
+            log.info("best %.2f  last %.2f  in %.0f s: %s", summary["best"], summary["last"], summary["seconds"], folder)
+        return record("finished")
+    except UserError as error:
+        code = record("refused", str(error))
+        if not world.leads:  # the lead tells it
+            sys.exit(code)
+        raise
+    finally:
+        ranks.stop()
+
+
+def build(config: Config, world: Any) -> tuple[Any, Path]:
+    """Everything a run is made of, on this rank."""
+    import torch
+
+    from pipeline import outputs
+    from pipeline.checkpoint import Checkpointer, lock
+    from pipeline.data.batch import TrainingSet
+    from pipeline.methods.options import load_method
+    from pipeline.preemption import StopRequest
+    from pipeline.trainer import Trainer
+    from shards.config import CacheConfig
+    from shards.reader import open_split
+
+    url, folder = _on_lead_first(config, world)
+    cache = CacheConfig(folder=config.data.cache, max_gb=config.data.cache_bytes / 1e9)
+    train = open_split(url, "train", cache)
+    tests = {name: open_split(url, name, cache) for name in train.manifest.splits if name != "train"}
+    data = TrainingSet(
+        train.given, len(train.classes), config.seed, config.data.batch, tuple(train.shard_sizes), config.data.shuffle_window
+    )
+    torch.manual_seed(config.seed)
+    method = load_method(config.method.name)(config, data, world)
+    if world.size > 1 and world.device.type == "cuda" and config.model.sync_batchnorm:
+        method = torch.nn.SyncBatchNorm.convert_sync_batchnorm(method)
+    method.to(world.device)
+    wish = StopRequest(config.train.deadline_minutes, config.train.stop_file or str(folder / "stop"))
+    if world.leads:
+        lock(str(folder))
+    checkpoints = Checkpointer(
+        config.checkpoint.url or str(folder / "checkpoints"), config.checkpoint.keep, world, config.checkpoint.background
+    )
+    trainer = Trainer(
+        config, method, train, tests, world, checkpoints,
+        lambda state: _tracker(config, world, folder, train, state), wish, _sample_log(config, folder, world),
+    )  # fmt: skip
+    return trainer, folder
+
+
+def _on_lead_first(config: Config, world: Any) -> tuple[str, Path]:
+    """Shards are built and the folder is made by one rank; an error there is everybody's."""
+    from pipeline import outputs
+    from shards.build import ensure
+
+    said: dict[str, str] | None = None
+    if world.leads:
+        try:
+            folder = outputs.make_folder(config)
+            said = {"url": ensure(config.shards), "folder": str(folder)}
+        except UserError as error:
+            said = {"error": str(error)}
+    said = world.share(said)
+    if "error" in said:
+        raise UserError(said["error"])
+    return said["url"], Path(said["folder"])
+
+
+def _tracker(config: Config, world: Any, folder: Path, train: Any, state: dict[str, Any] | None) -> Any:
+    from pipeline import outputs
+    from pipeline.tracking import NullTracker, Tracker
+
+    if not world.leads or outputs.finished(folder):
+        return NullTracker()
+    tags = {
+        "method": config.method.name,
+        "dataset": train.manifest.source,
+        "manifest": train.manifest.hash,
+        "table_cell": config.table_cell,
+        "ranks": str(world.size),
+        "recipe": config.recipe,
+    }
+    params = flatten(config.model_dump(mode="json"))
+    tracker = Tracker(config.tracking, folder, outputs.run_name(config, train.manifest.source), params, tags, state)
+    bias = train.manifest.bias
+    tracker.dataset({"name": train.manifest.source, "digest": train.manifest.hash[:32], "source": train.url,
+                     "samples": len(train), "classes": len(train.classes), "rho": bias.rho, "noise": bias.noise})  # fmt: skip
+    return tracker
+
+
+def _sample_log(config: Config, folder: Path, world: Any) -> Any:
+    """Which samples were seen in which step, for whoever wants to count them."""
+    if not config.train.sample_log:
+        return None
+    file = open(folder / f"samples-rank{world.rank}.jsonl", "a", encoding="utf-8")
+
+    def write(at: Any, batch: Any) -> None:
+        seen = batch.index[batch.valid > 0].tolist()
+        file.write(json.dumps([at.stage, at.epoch, at.walk, at.step, seen]) + "\n")
+        file.flush()
+
+    return write
+
+
+if __name__ == "__main__":
+    run(main)
