@@ -3,7 +3,8 @@
     python -m launch.entry --config configs/digits.yaml train.epochs=3
     python -m launch.entry --nnodes=2 --nproc-per-node=8 ... -- --config configs/digits.yaml
 
-torchrun exits with 1 whatever its workers did. This entry reads what each rank recorded about its end and exits with
+torchrun exits with 1 whatever its workers did. This entry reads what each rank recorded of its end, and
+exits with
 
     0   finished
     2   the configuration or the data is wrong: do not try again before it is corrected
@@ -39,13 +40,13 @@ REFUSED_GRACE = (
 HELP = """usage: python -m launch.entry [train options]
        python -m launch.entry [torchrun options] -- [train options]
 
-Starts training under torchrun: on every GPU of this machine, or one process without GPUs; several machines and everything
-else by torchrun's own options (torchrun --help) or its PET_ environment variables. Train options are those of
-python -m pipeline.train (--help there lists them).
+Starts training under torchrun: on every GPU of this machine, or as one process without GPUs; several
+machines and everything else by torchrun's own options (torchrun --help) or its PET_ environment variables.
+Train options are those of python -m pipeline.train (--help there lists them).
 
-Exit codes: 0 finished; 2 the configuration or the data is wrong, do not try again before it is corrected; 75 stopped on
-request (SIGTERM, SIGINT, SIGUSR1, deadline, stop file), the same command goes on; 1 anything else, the same command goes
-on from the last checkpoint.
+Exit codes: 0 finished; 2 the configuration or the data is wrong, do not try again before it is corrected;
+75 stopped on request (SIGTERM, SIGINT, SIGUSR1, SIGHUP, deadline, stop file), the same command goes on; 1
+anything else, the same command goes on from the last checkpoint.
 """
 
 
@@ -111,8 +112,8 @@ class Supervisor:
             return self._judge(code, outcome.collect(folder))
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        """The first request goes to torchrun and from there to the ranks. Repeated ones would break its shutdown, except a
-        second Ctrl-C: then somebody is in a hurry."""
+        """The first request goes to torchrun and from there to the ranks. Repeated ones would break its
+        shutdown; only after a second Ctrl-C somebody is in a hurry."""
         if self.process is not None and self.asked is None:
             self.process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
         elif self.process is not None and number == signal.SIGINT:
@@ -144,18 +145,13 @@ class Supervisor:
         if code == 0:
             return 0
         if self.asked:
-            print(
-                f"stopped: {self.asked} came before the ranks could save; the same command goes on from the last checkpoint.",
-                file=sys.stderr,
-            )
+            print(f"stopped: {self.asked} came before the ranks could save. {_AGAIN}", file=sys.stderr)
             return outcome.EXIT_CODES["stopped"]
-        print(
-            "failed: a rank ended without saying why (see its output above); the same command goes on from the last checkpoint.",
-            file=sys.stderr,
-        )
+        print(f"failed: a rank ended without saying why, see its output above. {_AGAIN}", file=sys.stderr)
         return outcome.EXIT_CODES["failed"]
 
 
+_AGAIN = "The same command goes on from the last checkpoint."
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -180,9 +176,8 @@ def main(argv: list[str], check: Callable[[list[str]], object] = config.load) ->
         check(words)
     except UserError as error:
         if not options and "There is no option" in str(error):
-            raise UserError(
-                f"{error}\nOptions of torchrun stand before a `--`: python -m launch.entry --nproc-per-node=2 -- key=value"
-            ) from None
+            example = "python -m launch.entry --nproc-per-node=2 -- key=value"
+            raise UserError(f"{error}\nOptions of torchrun stand before a `--`: {example}") from None
         raise
     return launch(options, [*WORKER, *words])
 

@@ -15,7 +15,8 @@ EXIT_CODES: dict[str, int] = {"finished": 0, "failed": 1, "refused": 2, "stopped
 def record(outcome: Outcome, reason: str = "") -> int:
     """Leave the outcome of this rank for the launcher; the exit code this process should end with.
 
-    Under `launch.entry` a stopped rank exits with 0, else torchrun would take the stop for a crash and start it again.
+    Under `launch.entry` a stopped rank exits with 0, else torchrun would take it for a crash and start it
+    again.
     """
     folder = os.environ.get(FOLDER)
     if not folder:
@@ -34,7 +35,7 @@ def record(outcome: Outcome, reason: str = "") -> int:
 
 
 def collect(folder: str | Path) -> dict[int, dict[str, str]]:
-    """Outcomes by rank, of the latest attempt only: after an in-place restart the earlier ones say nothing."""
+    """Outcomes by rank, of the latest attempt only: after an in-place restart earlier ones are stale."""
     found: dict[int, dict[str, str]] = {}
     for path in Path(folder).glob("rank-*.json"):
         found[int(path.stem.removeprefix("rank-"))] = json.loads(path.read_text(encoding="utf-8"))

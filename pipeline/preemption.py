@@ -1,4 +1,4 @@
-"""Being asked to stop, and not outliving the launcher. No torch here: it can be set up before anything slow happens."""
+"""Being asked to stop, and not outliving the launcher. Torch-free: set up before anything slow happens."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ LOOK_EVERY = 1.0  # seconds between looks for the stop file
 class StopRequest:
     """Says whether somebody wants this run to end: a signal, a deadline, or a stop file.
 
-    A signal only raises a flag; the trainer looks at it in every step and all ranks act on it together. A second Ctrl-C
-    ends the process at once. The stop file is never removed: while it is there, the run does not go on.
+    A signal only raises a flag; the trainer looks at it in every step and all ranks act on it together. A
+    second Ctrl-C ends the process at once. The stop file is never removed: while it is there, the run does
+    not go on.
     """
 
     def __init__(self, deadline_minutes: float = 0.0, stop_file: str | Path = "",
@@ -35,7 +36,7 @@ class StopRequest:
             self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
 
     def watch(self, deadline_minutes: float = 0.0, stop_file: str | Path = "") -> None:
-        """Set the deadline (from now) and the stop file; signals can be caught before the settings are known."""
+        """Set the deadline (from now) and the stop file, which are known later than signals may come."""
         self._minutes = deadline_minutes
         self._deadline = self._clock() + 60 * deadline_minutes if deadline_minutes else None
         self._file = Path(stop_file) if stop_file else None
@@ -60,7 +61,9 @@ class StopRequest:
         return self._reason
 
     def flag(self) -> float:
-        """1.0 if a stop is wanted here, else 0.0: to be summed over ranks inside a collective that runs anyway."""
+        """1.0 if a stop is wanted here, else 0.0: to be summed over ranks in a collective that runs
+        anyway.
+        """
         return 1.0 if self.wanted else 0.0
 
     def close(self) -> None:
@@ -80,8 +83,9 @@ class StopRequest:
 def die_with_parent() -> None:
     """If torchrun started this process, have the kernel kill it when torchrun is gone. Linux only.
 
-    torchrun starts its workers in sessions of their own; killed with -9 it would leave them training, holding the GPUs
-    and the output folder. A run started from a shell is left alone: it may well outlive that.
+    torchrun starts its workers in sessions of their own; killed with -9 it would leave them training,
+    holding the GPUs and the output folder. A run started from a shell is left alone: it may well outlive
+    that.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         parent = os.getppid()

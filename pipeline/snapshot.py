@@ -4,19 +4,23 @@
     state.json            the tree itself; a tensor stands in it as {"$tensor": "path"}
     manifest.json         format, step, size and sha256 of the other two, and a seal over the manifest itself
 
-The manifest is written last. A folder whose bytes do not agree with it is refused with the reason; nothing here can run
-code, and no name in a manifest is ever used as a path.
+The manifest is written last. A folder whose bytes do not agree with it is refused with the reason. Nothing
+here can run code, and no name in a manifest is ever used as a path.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
 import os
 import re
+import shutil
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,17 +31,30 @@ from shards.storage import Store
 
 FORMAT = 1
 TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
+TEMPORARY = ".tmp-"
 MAX_MANIFEST_BYTES = 1 << 20
 CHUNK = 8 << 20  # object stores resume a lost connection only between requests
 NAME = re.compile(r"step-(\d{9,})(?:\.(\d{1,6}))?")
 
 Tree = dict[str, Any]
+Pieces = Iterable[bytes | memoryview]
 _DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class Damaged(Exception):
@@ -54,23 +71,16 @@ class Snapshot:
     state: bytes
     tensors: bytearray
 
+    @functools.cached_property
     def tree(self) -> Tree:
         """The tree that was saved, tensors on the CPU with memory of their own."""
         try:
             return decode(self.state, parse_tensors(self.tensors))
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            IndexError,
-            AttributeError,
-            RuntimeError,
-            RecursionError,
-        ) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
             raise Damaged(f"its content cannot be read ({type(error).__name__}: {error})") from None
 
 
-# -- the tree ----------------------------------------------------------------------------------------------------------
+# -- the tree --------------------------------------------------------------------------------------
 
 
 def encode(tree: Tree) -> tuple[dict[str, Tensor], bytes]:
@@ -85,9 +95,7 @@ def encode(tree: Tree) -> tuple[dict[str, Tensor], bytes]:
         if isinstance(value, dict):
             for key in value:
                 if not isinstance(key, str) or key.startswith("$"):
-                    raise TypeError(
-                        f"checkpoint: the key {key!r} in '{path}' must be a string that does not start with $"
-                    )
+                    raise TypeError(f"checkpoint: key {key!r} in '{path}' is not a string, or starts with $")
             return {key: visit(inner, f"{path}/{key}" if path else key) for key, inner in value.items()}
         if isinstance(value, list | tuple):
             return [visit(inner, f"{path}/{i}") for i, inner in enumerate(value)]
@@ -95,9 +103,7 @@ def encode(tree: Tree) -> tuple[dict[str, Tensor], bytes]:
             return {"$float": repr(value)}  # JSON has no word for it
         if value is None or type(value) in (bool, int, float, str):
             return value
-        raise TypeError(
-            f"checkpoint: '{path}' is a {type(value).__name__}; only tensors and JSON values are saved"
-        )
+        raise TypeError(f"checkpoint: '{path}' is a {type(value).__name__}, neither tensor nor JSON value")
 
     shape = visit(tree, "")
     return tensors, json.dumps(shape, allow_nan=False).encode()
@@ -115,41 +121,36 @@ def decode(state: bytes, tensors: dict[str, Tensor]) -> Tree:
     return tree
 
 
-# -- safetensors, as a stream ------------------------------------------------------------------------------------------
+# -- safetensors, as a stream ----------------------------------------------------------------------
 
 
 def stream_tensors(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The safetensors file of contiguous CPU tensors, piece by piece, without a second copy in memory.
+    """The safetensors file of contiguous CPU tensors, piece by piece.
 
-    The library's own writer builds the whole file first; pieces can be hashed and sent while they are written.
+    The library's own writer holds the whole file in memory once more; pieces are hashed as they are written.
     """
-    order = sorted(
-        tensors, key=lambda name: (-tensors[name].element_size(), name)
-    )  # keeps every tensor aligned
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps tensors aligned
     header: dict[str, Any] = {}
     end = 0
     for name in order:
         tensor = tensors[name]
         start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
+        kind = _DTYPE_NAMES[tensor.dtype]
+        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little")
     yield text
     for name in order:
         if tensors[name].numel():
-            whole = memoryview(tensors[name].reshape(-1).view(torch.uint8).numpy())
+            whole = tensors[name].reshape(-1).view(torch.uint8).numpy().data
             for at in range(0, len(whole), CHUNK):
                 yield whole[at : at + CHUNK]
 
 
 def parse_tensors(data: bytearray) -> dict[str, Tensor]:
     begin = 8 + int.from_bytes(data[:8], "little")
-    if begin > len(data):
+    if not 8 <= begin <= len(data):
         raise ValueError("the header of tensors.safetensors is longer than the file")
     out: dict[str, Tensor] = {}
     whole = torch.frombuffer(data, dtype=torch.uint8)
@@ -164,20 +165,42 @@ def parse_tensors(data: bytearray) -> dict[str, Tensor]:
     return out
 
 
-# -- the folder --------------------------------------------------------------------------------------------------------
+# -- writing ---------------------------------------------------------------------------------------
 
 
-def write(put: Callable[[str, Iterable[bytes | memoryview]], dict[str, Any]], step: int, best: bool,
-          tensors: dict[str, Tensor], state: bytes) -> None:  # fmt: skip
-    """Write the three files through `put(name, pieces)`, which returns size and sha256; the manifest comes last."""
-    files = {TENSORS: put(TENSORS, stream_tensors(tensors)), STATE: put(STATE, [state])}
+def write(store: Store, name: str, step: int, best: bool, tensors: dict[str, Tensor], state: bytes) -> None:
+    """A complete checkpoint called `name`, or nothing that could be taken for one."""
+    if store.root is None:
+        try:
+            _fill(lambda file: store.fs.open(store.at(f"{name}/{file}"), "wb"), step, best, tensors, state)
+        except BaseException:
+            remove(store, name)
+            raise
+        return
+    temporary = store.root / f"{TEMPORARY}{name}-{uuid.uuid4().hex}"
+    try:
+        temporary.mkdir(parents=True)
+        _fill(lambda file: (temporary / file).open("xb"), step, best, tensors, state)
+        _flush_folder(temporary)
+        os.rename(temporary, store.root / name)
+        _flush_folder(store.root)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _fill(
+    create: Callable[[str], Any], step: int, best: bool, tensors: dict[str, Tensor], state: bytes
+) -> None:
+    """Write the three files, the manifest last."""
+    files = {TENSORS: _put(create(TENSORS), stream_tensors(tensors)), STATE: _put(create(STATE), [state])}
     manifest: Tree = {"format": FORMAT, "step": step, "best": best, "files": files}
     manifest["seal"] = _seal(manifest)
-    put(MANIFEST, [json.dumps(manifest, indent=1).encode()])
+    _put(create(MANIFEST), [json.dumps(manifest, indent=1).encode()])
 
 
-def put_file(open_file: Any, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Write pieces to an open file, to the disk if it has one; what the manifest says of it."""
+def _put(open_file: Any, pieces: Pieces) -> dict[str, Any]:
+    """Write pieces to an open file, through to the disk if it has one; what the manifest says of it."""
     digest, size = hashlib.sha256(), 0
     with open_file as file:
         for piece in pieces:
@@ -197,33 +220,81 @@ def _file_number(file: Any) -> int | None:
         return None
 
 
+def _flush_folder(folder: Path) -> None:
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _seal(manifest: Tree) -> str:
+    body = {key: value for key, value in manifest.items() if key != "seal"}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+# -- what is there ---------------------------------------------------------------------------------
+
+
+def key(name: str) -> tuple[int, int]:
+    """(step, number) of a checkpoint's name; later checkpoints have larger keys."""
+    match = NAME.fullmatch(name)
+    assert match, name
+    return int(match[1]), int(match[2] or 0)
+
+
+def listed(store: Store) -> list[str]:
+    """Names of everything that looks like a checkpoint, oldest first."""
+    if store.root:
+        names = (
+            [entry.name for entry in os.scandir(store.root) if entry.is_dir()] if store.root.is_dir() else []
+        )
+    else:
+        store.fs.invalidate_cache()
+        try:
+            names = [path.rstrip("/").rsplit("/", 1)[-1] for path in store.fs.ls(store.at(""), detail=False)]
+        except FileNotFoundError:
+            names = []
+    return sorted((name for name in names if NAME.fullmatch(name)), key=key)
+
+
+def remove(store: Store, name: str) -> None:
+    """Remove a checkpoint; interrupted half-way, what is left no longer counts as one."""
+    if store.root:
+        trash = store.root / f"{TEMPORARY}old-{uuid.uuid4().hex}"
+        os.rename(store.root / name, trash)
+        shutil.rmtree(trash, ignore_errors=True)
+    else:
+        store.remove(f"{name}/{MANIFEST}")
+        store.remove_folder(name)
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
 def read_manifest(store: Store, name: str) -> Tree:
     """The manifest of a checkpoint, its seal checked."""
-    folder = f"{name}/" if name else ""
-    where = f"{store}/{name}".rstrip("/")
-    size = store.size(folder + MANIFEST)
+    path = f"{name}/{MANIFEST}" if name else MANIFEST
+    size = store.size(path)
     if size is None:
-        raise Damaged(f"{MANIFEST} is missing, so it was never finished or has been cut")
+        raise Damaged(f"{MANIFEST} is missing, so it was never finished or has lost files")
     if size > MAX_MANIFEST_BYTES:
-        raise Damaged(f"{MANIFEST} has {size} bytes")
+        raise Damaged(f"{MANIFEST} has {size} bytes, more than any manifest")
     try:
-        manifest = json.loads(store.read(folder + MANIFEST, MAX_MANIFEST_BYTES) or b"")
-        version = manifest["format"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        manifest = json.loads(store.read(path, MAX_MANIFEST_BYTES) or b"")
+        version, files = manifest["format"], dict(manifest["files"])
+    except (ValueError, LookupError, TypeError, RecursionError):
         raise Damaged(f"{MANIFEST} is not readable") from None
     if isinstance(version, int) and version > FORMAT:
         raise UserError(
-            f"{where} was written by a newer version (checkpoint format {version}; this one knows {FORMAT}). "
+            f"{store}/{name} was written by a newer version (its format is {version}, this one knows {FORMAT}). "
             "Install the newer version, or point checkpoint.url at another folder."
         )
-    files = manifest.get("files")
-    if not isinstance(files, dict) or not all(isinstance(item, dict) for item in files.values()):
-        raise Damaged(f"{MANIFEST} does not list files")
     if strange := sorted(set(files) - {TENSORS, STATE}):
         raise Damaged(f"{MANIFEST} names {strange[0]!r}, which has no place in a checkpoint")
     if set(files) != {TENSORS, STATE} or version != FORMAT or manifest.get("seal") != _seal(manifest):
         raise Damaged(f"{MANIFEST} has been changed since it was written")
-    if (match := NAME.fullmatch(name)) and int(match[1]) != manifest["step"]:
+    if NAME.fullmatch(name) and key(name)[0] != manifest["step"]:
         raise Damaged(f"{MANIFEST} belongs to step {manifest['step']}")
     return manifest
 
@@ -258,8 +329,3 @@ def _fetch(store: Store, path: str, size: int) -> bytearray:
             raise Damaged(f"{path} ends after {len(out)} bytes")
         out += piece
     return out
-
-
-def _seal(manifest: Tree) -> str:
-    body = {key: value for key, value in manifest.items() if key != "seal"}
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
