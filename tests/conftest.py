@@ -1,0 +1,32 @@
+"""Shared by all tests: digits shards built once, and a skip that counts as a failure where it must."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Finished digits shards, rho=10, noise=0.5."""
+    from shards.build import ensure
+    from shards.config import BuildConfig
+
+    return ensure(BuildConfig(output=str(tmp_path_factory.mktemp("shards") / "digits")))
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> object:
+    """Under CI a skipped test is a failed test: everything a test needs can be had there."""
+    outcome = yield
+    report = outcome.get_result()
+    if report.skipped and os.environ.get("CI") == "true" and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped under CI: {report.longrepr}"
+    return None
