@@ -4,8 +4,8 @@
 `figures/data.json`, from which a report draws several runs into one picture. Keys of `data`, all optional:
 
     method, class_names, class_counts (K,)   clean samples per class
-    history                                  [{"epoch": 0, "metrics": {"test/top1": 81.2, "loss/ce": 0.4, ...}}, ...]
-    per_class_accuracy (K,)                  percent, test set
+    history      [{"epoch": 0, "metrics": {"test/top1": 81.2, "loss/ce": 0.4, ...}}, ...]
+    per_class_accuracy (K,)                  0..1, test set
     confusion (K,K)                          rows true, columns predicted
     marginal {head: (K,)}                    mean predicted distribution over the test set
     confidence {head: (K,)}                  mean confidence in the given label over the training set
@@ -18,7 +18,6 @@ without colour.
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
 Data = dict[str, Any]
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#8C6D00")
@@ -38,11 +37,10 @@ DASHES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 # A method keeps its colour in every picture of every report; new methods are added at the end.
 METHODS = (
-    "prototypical", "cross_entropy", "dividemix", "rolt", "ldam", "elr", "rrl", "crt", "coteaching", "mentornet", "har",
-    "ncm", "ldam_drw", "aum",
+    "prototypical", "cross_entropy", "dividemix", "rolt", "ldam", "elr", "rrl", "crt", "coteaching",
+    "mentornet", "har", "ncm", "ldam_drw", "aum",
 )  # fmt: skip
 GROUPS = ("many", "medium", "few")
-HEADS = ("prototype", "linear")
 
 
 @dataclass(frozen=True)
@@ -84,8 +82,6 @@ def write_figures(folder: str | Path, data: Data) -> list[Path]:
     plain = {key: _plain(value) for key, value in data.items() if key != "embedding"}
     (out / "data.json").write_text(json.dumps(plain), encoding="utf-8")
     files.append(out / "data.json")
-    if _has(data, "per_class_accuracy"):
-        files.append(_per_class_table(out / "per_class.csv", data))
     return files
 
 
@@ -174,7 +170,7 @@ def _curves(runs: Sequence[Run], keys: dict[str, str], ylabel: str) -> Figure | 
                 **style(run.method),
             )
         ax.set(title=title, xlabel="epoch")
-        ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.xaxis.set_major_locator(MaxNLocator(8, integer=True))
         if key in ("clean/share", "clean/f1"):
             ax.set_ylim(-0.03, 1.03)
     axes[0].set_ylabel(ylabel)
@@ -316,12 +312,16 @@ def losses(data: Data) -> Figure | None:
         return None
     figure, (ax,) = _new()
     for number, key in enumerate(keys):
-        look = {"color": PALETTE[number % 8], "linestyle": DASHES[number % 4], "marker": MARKERS[number % 8]}
+        look: Any = {
+            "color": PALETTE[number % 8],
+            "linestyle": DASHES[number % 4],
+            "marker": MARKERS[number % 8],
+        }
         epochs, values = series(data, key)
         every = max(1, len(epochs) // 12)
         ax.plot(epochs, values, label=key.removeprefix("loss/"), markersize=4, markevery=every, **look)
     ax.set(title="parts of the loss", xlabel="epoch", ylabel="mean over the epoch")
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     ax.legend(frameon=False, fontsize=8)
     return figure
 
@@ -367,10 +367,10 @@ def embedding_map(data: Data) -> Figure | None:
     names = data.get("class_names")
     for place, k in enumerate(classes):
         name = str(names[int(k)])[:14] if names is not None else str(k)
-        look = {"color": PALETTE[place % 8], "marker": MARKERS[(place + place // 8) % 8]}
-        ax.scatter(
-            *flat[labels == k].T, s=14, linewidths=0, alpha=0.8, label=name if place < 20 else None, **look
-        )
+        look: Any = {"color": PALETTE[place % 8], "marker": MARKERS[(place + place // 8) % 8]}
+        across, up = flat[labels == k].T
+        shown = name if place < 20 else None
+        ax.scatter(across, up, s=14, linewidths=0, alpha=0.8, label=shown, **look)
     ax.set(title=f"test embeddings (t-SNE of {len(points)})", xticks=[], yticks=[])
     ax.spines[["left", "bottom"]].set_visible(False)
     figure.legend(
@@ -380,14 +380,3 @@ def embedding_map(data: Data) -> Figure | None:
 
 
 SINGLE = {"losses": losses, "confusion": confusion, "embedding": embedding_map}
-
-
-def _per_class_table(path: Path, data: Data) -> Path:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        table = csv.writer(file)
-        table.writerow(["class", "name", "clean_samples", "accuracy"])
-        names, counts = data.get("class_names"), data.get("class_counts")
-        for k, accuracy in enumerate(data["per_class_accuracy"]):
-            name = names[k] if names is not None else k
-            table.writerow([k, name, int(counts[k]) if counts is not None else "", round(float(accuracy), 3)])
-    return path

@@ -25,6 +25,7 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
 os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
 import mlflow
 from mlflow import MlflowClient
@@ -222,7 +223,7 @@ class Shipper:
 
             log_model(self.uri, self.run_id, path, record["register_as"])
         elif path.is_dir():
-            self.client.log_artifacts(self.run_id, str(path), record["to"] or None)
+            self.client.log_artifacts(self.run_id, str(path), record["to"] or path.name)
         else:
             self.client.log_artifact(self.run_id, str(path), record["to"] or None)
 

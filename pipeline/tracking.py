@@ -51,7 +51,9 @@ class NullTracker:
         """Record metrics of one step. Returns at once, never raises."""
 
     def artifact(self, path: str | Path, to: str = "") -> None:
-        """Upload a file or a folder, `to` a folder of the run's artifacts."""
+        """Upload a file or a whole folder; `to`: where among the run's artifacts (a folder keeps its
+        name).
+        """
 
     def dataset(self, facts: dict[str, Any]) -> None:
         """Record what was trained on: name, digest, source, and any counts worth seeing."""
