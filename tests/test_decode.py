@@ -42,7 +42,7 @@ clear.putalpha(Image.fromarray(np.full((40, 56), 0, np.uint8)))
 turned = Image.Exif()
 turned[0x0112] = 6  # the camera was held sideways: show it turned by 90 degrees clockwise
 sideways = np.rot90(photograph(), -1)
-wide = Image.fromarray((np.asarray(photo.convert("L")).astype(np.uint16) * 257))
+wide = Image.fromarray(np.asarray(photo.convert("L")).astype(np.uint16) * 257)
 
 KINDS = {
     "png": (encode(photo, "PNG"), photograph(), 0),
@@ -91,15 +91,15 @@ def test_a_picture_cut_short_keeps_what_is_there(kind):
         (b"", "not a JPEG, PNG or WebP"),
         (b"GIF89a" + bytes(50), "not a JPEG, PNG or WebP"),
         (encode(photo, "GIF"), "not a JPEG, PNG or WebP"),
-        (encode(photo, "PNG")[:20], ""),
-        (encode(photo, "JPEG")[:60], ""),
-        (encode(photo, "WEBP")[:60], ""),
+        (encode(photo, "PNG")[:20], "."),
+        (encode(photo, "JPEG")[:60], "."),
+        (encode(photo, "WEBP")[:60], "."),
     ],
+    ids=["empty", "damaged gif", "gif", "png header", "jpeg header", "webp header"],
 )
 def test_what_is_no_picture_is_refused_with_a_reason(data, reason):
-    with pytest.raises(DecodeError, match=reason) as caught:
+    with pytest.raises(DecodeError, match=reason):
         decode(data)
-    assert str(caught.value)
 
 
 @settings(max_examples=100, deadline=None)
@@ -146,7 +146,8 @@ def test_resizing_agrees_with_pillow_to_one_level():
 def cut(config: DataConfig, name: str, picture: np.ndarray, index: int = 0) -> np.ndarray:
     views = Views(config)
     out = np.zeros((config.size, config.size, 3), np.uint8)
-    views.cut(name, picture, views.choices(uniform((0, 0, 0), np.array([index]), DRAWS))[0], out)
+    choices = views.choices(uniform((0, 0, 0), np.array([index]), DRAWS))[0]
+    views.cut(picture, None if name == "test" else choices, out)
     return out
 
 
@@ -163,7 +164,7 @@ def test_a_padded_crop_is_the_picture_shifted_with_black_around_it():
     config = DataConfig(size=8, padding=2)
     picture = np.random.default_rng(0).integers(1, 256, (8, 8, 3), dtype=np.uint8)
     padded = np.pad(picture, ((2, 2), (2, 2), (0, 0)))
-    shifts = {(t, l): padded[t : t + 8, l : l + 8] for t in range(5) for l in range(5)}
+    shifts = {(y, x): padded[y : y + 8, x : x + 8] for y in range(5) for x in range(5)}
     seen = set()
     for index in range(400):
         out = cut(config, "weak", picture, index)
@@ -227,10 +228,17 @@ def test_a_picture_no_crop_fits_gives_its_central_part():
 
 
 def test_a_centre_crop_that_cannot_fit_is_refused():
-    with pytest.raises(UserError, match="data.resize=20 is smaller than data.size=28"):
+    with pytest.raises(UserError, match=r"data\.resize=20 is smaller than data\.size=28"):
         Views(DataConfig(size=28, resize=20))
 
 
 def test_centre_of_an_exact_picture_is_the_picture():
     picture = photograph(16, 16)
     assert (centre(picture, 16, 16) == picture).all()
+
+
+def test_a_ribbon_is_not_scaled_whole():
+    """One pixel high and very wide: scaled by its short side it would take gigabytes."""
+    ribbon = np.zeros((1, 40_000, 3), np.uint8)
+    ribbon[:, 19_000:21_000] = 200
+    assert (centre(ribbon, 320, 299) == 200).all()

@@ -209,6 +209,7 @@ def test_too_many_bad_pictures_stop_the_run_and_are_named(split):
     split.pictures[4] = split.pictures[5] = b"no picture"
     with pytest.raises(UserError, match=r"2 pictures did not decode.*sample [45]: not a JPEG.*raise data\.max_bad"):
         collect(split, WALK, max_bad=0.02)
+    split.pictures[5] = split.pictures[6]
     with pytest.raises(UserError, match="1 pictures"):
         collect(split, WALK, max_bad=0)
 
