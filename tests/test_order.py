@@ -1,4 +1,4 @@
-"""The order of samples: nothing lost, nothing repeated, the same for any number of ranks and after any interruption."""
+"""The order of samples: nothing lost or repeated, the same for any number of ranks and after any break."""
 
 from __future__ import annotations
 
@@ -80,7 +80,12 @@ def test_occurrence_counts_how_often_a_sample_came_before(walk):
     assert order.occurrence(np.array(walk, np.int64)).tolist() == expected
 
 
-walks = {"n": st.integers(1, 150), "batch": st.integers(1, 40), "group": st.integers(1, 12), "parts": st.integers(1, 5)}
+walks = {
+    "n": st.integers(1, 150),
+    "batch": st.integers(1, 40),
+    "group": st.integers(1, 12),
+    "parts": st.integers(1, 5),
+}
 
 
 def rows_of(walk: np.ndarray, batch: int, group: int, parts: int, rank: int, world: int, first_step: int = 0):

@@ -1,8 +1,8 @@
 """What happens to a batch of uint8 pictures on the device: normalisation, and AugMix for strong views.
 
-All 13 operations of AugMix (Hendrycks et al., ICLR 2020) are batched over samples and give Pillow's bytes. What is
-done to which sample is decided on the host from keyed random numbers (`plan`), so the device never has to answer a
-question and results do not depend on the number of ranks.
+All 13 operations of AugMix (Hendrycks et al., ICLR 2020) are batched over samples and give Pillow's bytes.
+What is done to which sample is decided on the host from keyed random numbers (`plan`), so the device never
+has to answer a question and results do not depend on the number of ranks.
 
 Shapes: B samples, C chains, D = 3 operations at most in a chain, pictures (B, 3, S, S) uint8.
 """
@@ -21,10 +21,12 @@ from torch import Tensor
 
 CHAINS = 3
 DEPTH = 3
-DRAWS = 1 + CHAINS + CHAINS * (1 + 3 * DEPTH)  # blend, Dirichlet, then per chain: length and (operation, level, sign)
+DRAWS = (
+    1 + CHAINS + CHAINS * (1 + 3 * DEPTH)
+)  # blend, Dirichlet, then per chain: length and (operation, level, sign)
 
 
-# -- the operations: pictures (n, 3, S, S) uint8 and one parameter per picture ------------------------------------------
+# -- the operations: pictures (n, 3, S, S) uint8 and one parameter per picture -------------------------------
 
 
 def _per_picture(parameter: Tensor) -> Tensor:
@@ -50,8 +52,10 @@ def autocontrast(pictures: Tensor, _: Tensor) -> Tensor:
     flat = pictures.flatten(0, 1).flatten(1).double()
     low, high = flat.amin(1, keepdim=True), flat.amax(1, keepdim=True)
     level = torch.arange(256, dtype=torch.float64, device=pictures.device)
-    # Divided tensor by tensor, because torch turns number / tensor into a less exact product with the reciprocal.
-    scale = torch.full_like(low, 255.0) / (high - low)  # infinite for a flat channel, which keeps its levels below
+    # Divided tensor by tensor: torch turns number / tensor into a less exact product with the reciprocal.
+    scale = torch.full_like(low, 255.0) / (
+        high - low
+    )  # infinite for a flat channel, which keeps its levels below
     table = torch.where(high > low, (level * scale + -low * scale).trunc(), level)
     return _look_up(pictures, table)
 
@@ -59,7 +63,9 @@ def autocontrast(pictures: Tensor, _: Tensor) -> Tensor:
 def equalize(pictures: Tensor, _: Tensor) -> Tensor:
     """Spread each channel so that its levels are about equally frequent."""
     counts = _histogram(pictures)
-    last = counts.gather(1, 255 - (counts > 0).flip(1).long().argmax(1, keepdim=True))  # count of the highest level
+    last = counts.gather(
+        1, 255 - (counts > 0).flip(1).long().argmax(1, keepdim=True)
+    )  # count of the highest level
     step = (counts.sum(1, keepdim=True) - last) // 255
     level = torch.arange(256, device=pictures.device).expand_as(counts)
     spread = (step // 2 + counts.cumsum(1) - counts) // step.clamp_min(1)
@@ -80,9 +86,9 @@ def solarize(pictures: Tensor, threshold: Tensor) -> Tensor:
 def affine(pictures: Tensor, matrix: Tensor) -> Tensor:
     """Pillow's bilinear affine transform; matrix (n, 6) maps output to input positions. Outside is black.
 
-    In float64 and with the order of operations of Pillow, whose results are cut, not rounded, to whole levels.
+    In float64 and in Pillow's order of operations, because results are cut, not rounded, to whole levels.
     """
-    n, _, height, width = pictures.shape
+    height, width = pictures.shape[2:]
     a, b, c, d, e, f = (part.view(-1, 1, 1) for part in matrix.double().unbind(1))
     y = torch.arange(height, dtype=torch.float64, device=pictures.device).view(1, -1, 1) + 0.5
     x = torch.arange(width, dtype=torch.float64, device=pictures.device).view(1, 1, -1) + 0.5
@@ -165,7 +171,14 @@ def _rotation(degrees: int, size: int) -> tuple[float, ...]:
     """Turn around the middle; the rounding to 15 decimals is Pillow's and decides pixels at the edge."""
     angle = -math.radians(degrees)
     cos, sin, middle = round(math.cos(angle), 15), round(math.sin(angle), 15), size / 2
-    return (cos, sin, cos * -middle + sin * -middle + middle, -sin, cos, -sin * -middle + cos * -middle + middle)
+    return (
+        cos,
+        sin,
+        cos * -middle + sin * -middle + middle,
+        -sin,
+        cos,
+        -sin * -middle + cos * -middle + middle,
+    )
 
 
 def _turn(level: np.ndarray, sign: np.ndarray, size: int) -> np.ndarray:
@@ -199,7 +212,7 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
-# -- the plan: made on the host ----------------------------------------------------------------------------------------
+# -- the plan: made on the host ------------------------------------------------------------------------------
 
 
 @dataclass
@@ -229,8 +242,8 @@ class Plan:
 def plan(uniforms: np.ndarray, size: int, reading: str, severity: float) -> Plan:
     """uniforms (B, DRAWS) to a plan.
 
-    reading=original: three chains, as published. reading=released: the authors' code mixes only the last of its three
-    chains, with that chain's own weight, so the coefficients do not sum to one.
+    reading=original: three chains, as published. reading=released: the authors' code mixes only the last of
+    its three chains, with that chain's own weight, so the coefficients do not sum to one.
     """
     blend = uniforms[:, 0]  # Beta(1, 1)
     share = -np.log1p(-uniforms[:, 1 : 1 + CHAINS])  # Dirichlet(1, 1, 1) from exponentials
@@ -258,7 +271,9 @@ def _strokes(kind: np.ndarray, level: np.ndarray, sign: np.ndarray, size: int) -
     for number, operation in enumerate(OPERATIONS.values()):
         rows = np.flatnonzero(kind == number)
         if len(rows):
-            work.setdefault(operation.apply, []).append((rows, operation.parameter(level[rows], sign[rows], size)))
+            work.setdefault(operation.apply, []).append(
+                (rows, operation.parameter(level[rows], sign[rows], size))
+            )
     return [
         Stroke(
             apply,
@@ -269,7 +284,7 @@ def _strokes(kind: np.ndarray, level: np.ndarray, sign: np.ndarray, size: int) -
     ]
 
 
-# -- on the device -----------------------------------------------------------------------------------------------------
+# -- on the device -------------------------------------------------------------------------------------------
 
 
 def augmix(pictures: Tensor, todo: Plan) -> tuple[Tensor, Tensor]:
@@ -279,14 +294,20 @@ def augmix(pictures: Tensor, todo: Plan) -> tuple[Tensor, Tensor]:
     for weight, strokes in zip(weights[1:], todo.chains):
         chain = pictures.clone()
         for stroke in strokes:
-            chain.index_copy_(0, stroke.rows, stroke.apply(chain.index_select(0, stroke.rows), stroke.parameter))
+            chain.index_copy_(
+                0, stroke.rows, stroke.apply(chain.index_select(0, stroke.rows), stroke.parameter)
+            )
         mixture += weight * chain
     return mixture, todo.coefficients.sum(1)
 
 
-def normalise(levels: Tensor, mean: Sequence[float], std: Sequence[float], total: Tensor | None = None) -> Tensor:
-    """(levels / 255 - mean) / std by channel. `total`: the sum of coefficients of a mixture of pictures, so that the
-    result is the mixture of the normalised pictures."""
+def normalise(
+    levels: Tensor, mean: Sequence[float], std: Sequence[float], total: Tensor | None = None
+) -> Tensor:
+    """(levels / 255 - mean) / std by channel.
+
+    `total`: the sum of coefficients of a mixture; the result is then the mixture of the normalised pictures.
+    """
     centre = torch.tensor(mean, device=levels.device).view(1, 3, 1, 1)
     if total is not None:
         centre = centre * _per_picture(total)

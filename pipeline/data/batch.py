@@ -43,7 +43,10 @@ class TrainingSet:
 
 @dataclass(frozen=True)
 class Pass:
-    """One walk over an order of samples. With `beside`, each step also carries a batch of that second order (cycled)."""
+    """One walk over an order of samples.
+
+    With `beside`, each step also carries a batch of that second order, which goes round as often as needed.
+    """
 
     order: np.ndarray  # (n,) sample indices, already shuffled
     views: tuple[str, ...] = ("weak",)
@@ -55,7 +58,11 @@ class Pass:
 
 @dataclass
 class Batch:
-    """This rank's rows of one global batch. A row that stands in for nothing has valid = 0 and must not count."""
+    """This rank's rows of one global batch.
+
+    A row with valid = 0 must not count: it stands in for nothing (its group is then its own), or its picture
+    did not decode (grey, in its usual group).
+    """
 
     index: Tensor  # (B,) int64 permanent sample index
     label: Tensor  # (B,) int64 given label

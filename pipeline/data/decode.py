@@ -1,8 +1,8 @@
 """Encoded pictures to uint8 RGB arrays, and views cut from them.
 
-A picture is decoded once and every view is cut from the same array. Views have a name; its beginning says the kind:
-`weak*` and `strong*` are random crops (what makes a strong view strong happens on the device), `test` is the centre crop.
-Pictures are (H, W, 3) uint8 here.
+A picture is decoded once and every view is cut from the same array. Views have a name; its beginning says the
+kind: `weak*` and `strong*` are random crops (what makes a strong view strong happens on the device), `test` is
+the centre crop. Pictures are (H, W, 3) uint8 here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DecodeError(Exception):
 def decode(data: Any, least: int = 0) -> tuple[np.ndarray, bool]:
     """The picture upright, and whether its file was cut short (the missing part is grey or black).
 
-    `least`: a large JPEG may come back at a smaller scale as long as its short side keeps this many pixels; 0 = never.
+    `least`: a large JPEG may come back smaller as long as its short side keeps this many pixels; 0 = never.
     """
     data = memoryview(data)
     if data[:3] == b"\xff\xd8\xff":
@@ -141,8 +141,8 @@ class Views:
         self.short = config.resize or config.size
         if self.short < config.size:
             raise UserError(
-                f"data.resize={config.resize} is smaller than data.size={config.size}: the centre crop would not fit. "
-                "Raise data.resize or set it to 0."
+                f"data.resize={config.resize} is smaller than data.size={config.size}: the centre crop would "
+                "not fit. Raise data.resize or set it to 0."
             )
 
     @property
@@ -153,9 +153,9 @@ class Views:
         return max(self.short, 2 * self.config.size)
 
     def choices(self, uniforms: np.ndarray) -> np.ndarray:
-        """(B, DRAWS) uniform numbers to the choices of `cut`: everything that does not need the picture, in one go.
+        """(B, DRAWS) uniform numbers to choices for `cut`: all that does not need the picture, in one go.
 
-        Columns: flip; the place (2); for crop=resized also ten tries of width and height, as shares of sqrt(area).
+        Columns: flip; the place (2); for crop=resized, ten tries of width and height as shares of sqrt(area).
         """
         tries = uniforms[:, 3:].reshape(len(uniforms), 2, TRIES)
         low, high = self.config.area
@@ -164,7 +164,7 @@ class Views:
         return np.concatenate([uniforms[:, :3], np.sqrt(area * ratio), np.sqrt(area / ratio)], 1)
 
     def cut(self, picture: np.ndarray, choices: np.ndarray | None, out: np.ndarray) -> None:
-        """Write the view into out (size, size, 3). choices: (DRAWS,), a row of `choices`; None: the test view."""
+        """Write a view into out (size, size, 3). choices: (DRAWS,), a row of `choices`; None: the test view."""
         config = self.config
         if choices is None:
             out[:] = centre(picture, self.short, config.size)
@@ -185,9 +185,9 @@ class Views:
 
 
 def crop_box(height: int, width: int, choices: np.ndarray) -> tuple[int, int, int, int]:
-    """(top, left, height, width) of a random resized crop with torchvision's law: area uniform, ratio log-uniform.
+    """(top, left, height, width) of a random resized crop with torchvision's law.
 
-    Ten tries, then the largest central crop of an allowed ratio.
+    Area uniform, ratio log-uniform. Ten tries, then the largest central crop of an allowed ratio.
     """
     across = math.sqrt(height * width)
     for w, h in zip(choices[3 : 3 + TRIES].tolist(), choices[3 + TRIES :].tolist()):

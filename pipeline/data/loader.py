@@ -1,7 +1,7 @@
-"""From shards to batches on the device: threads decode and cut uint8 views ahead, the device makes them pictures.
+"""From shards to batches on the device: threads decode and cut uint8 views ahead, the device does the rest.
 
-What a batch holds is decided by `order` and keyed random numbers before anything is read, so threads, ranks and restarts
-change nothing in it.
+What a batch holds is decided by `order` and keyed random numbers before anything is read, so threads, ranks and
+restarts change nothing in it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,13 @@ class Loader:
     def __init__(
         self, split: Samples, config: DataConfig, seed: int, world: World, accumulate: int = 1
     ) -> None:
-        self.split, self.config, self.seed, self.world, self.accumulate = split, config, seed, world, accumulate
+        self.split, self.config, self.seed, self.world, self.accumulate = (
+            split,
+            config,
+            seed,
+            world,
+            accumulate,
+        )
         self.views = Views(config)
         self.given = np.asarray(split.given)
         self.bad: dict[int, str] = {}  # sample -> why it did not decode
@@ -103,15 +109,17 @@ class Loader:
                 yield batch
 
     def survey(self, first_row: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """(index, images) of this rank's contiguous part of the split, from its row `first_row` on; test view, nothing
-        padded or repeated."""
+        """(index, images) of this rank's contiguous part of the split, from its row `first_row` on.
+
+        Test view; nothing is padded or repeated.
+        """
         with closing(self._fill(self._survey_jobs(first_row))) as filled:
             for job in filled:
                 self._note(job)
                 batch = self._batch(job, job.parts[0], 0)
                 yield batch.index, batch.views["test"]
 
-    # -- what is in a batch ------------------------------------------------------------------------------------------
+    # -- what is in a batch ----------------------------------------------------------------------------------
 
     def _jobs(self, walk: Pass, tick: int, first_step: int) -> Iterator[Job]:
         streams = [_Stream(MAIN, walk.order, walk.batch or self.config.batch, self.accumulate, self.config)]
@@ -128,11 +136,16 @@ class Loader:
                 tell(int(rows[0]) % len(stream.order), len(rows))
             for micro in range(parts):
                 share = (cuts[0][micro].stop - cuts[0][micro].start) / len(whole[0])
-                held = [self._part(s, rows, cut[micro], tick, walk.views) for s, rows, cut in zip(streams, whole, cuts)]
+                held = [
+                    self._part(s, rows, cut[micro], tick, walk.views)
+                    for s, rows, cut in zip(streams, whole, cuts)
+                ]
                 yield Job(step, held, share, micro == parts - 1)
 
-    def _part(self, stream: _Stream, rows: np.ndarray, micro: slice, tick: int, views: tuple[str, ...]) -> Part:
-        """rows: positions in the stream of the whole global batch; micro: which of them this micro-batch holds."""
+    def _part(
+        self, stream: _Stream, rows: np.ndarray, micro: slice, tick: int, views: tuple[str, ...]
+    ) -> Part:
+        """rows: the global batch, as positions in the stream; micro: which of them this micro-batch holds."""
         n, world = micro.stop - micro.start, self.world
         slices = [order.rank_rows(n, rank, world.size, stream.group) for rank in range(world.size)]
         mine = slices[world.rank]
@@ -141,7 +154,9 @@ class Loader:
         if real < LEAST_ROWS:  # stand-ins that do not count
             place = np.concatenate([place, np.full(LEAST_ROWS - real, place[0] if real else micro.start)])
         groups = place // stream.group
-        groups[real:] = -(-len(rows) // stream.group)  # a group of their own, so that nothing real mixes with them
+        groups[real:] = -(
+            -len(rows) // stream.group
+        )  # a group of their own, so that nothing real mixes with them
         index, seen = stream.samples(rows[place])
         held = tuple(max(LEAST_ROWS, s.stop - s.start) for s in slices)
         valid = (np.arange(len(place)) < real).astype(np.float32)
@@ -157,7 +172,7 @@ class Loader:
         key: tuple[int, ...],
         seen: np.ndarray,
     ) -> Part:
-        """Draw all random choices. A sample that comes again in a pass (`seen` times before) gets other ones."""
+        """Draw all random choices. A sample that comes again in a pass (`seen` before) gets other ones."""
         config, size = self.config, self.config.size
         choices, plans = {}, {}
         ident = index + len(self.given) * seen
@@ -187,7 +202,7 @@ class Loader:
             yield Job(0, [part])
 
     def _foretell(self, walk: np.ndarray) -> Callable[[int, int], None]:
-        """A function of (row, rows) that tells the split which shards come next whenever the walk enters a new one."""
+        """A function of (row, rows) that tells the split which shards come next when the walk enters a new one."""
         shard = np.searchsorted(np.cumsum(np.asarray(self.split.shard_sizes)), walk, side="right")
         numbers, first = np.unique(shard, return_index=True)
         by_use = np.argsort(first)
@@ -203,7 +218,7 @@ class Loader:
 
         return tell
 
-    # -- pixels ------------------------------------------------------------------------------------------------------
+    # -- pixels ----------------------------------------------------------------------------------------------
 
     def _fill(self, jobs: Iterator[Job]) -> Generator[Job]:
         """Jobs in order with their pixels in place, `ahead` of them in work while the consumer has one."""
@@ -265,13 +280,16 @@ class Loader:
             copied.record()
         self._free.append((part.buffer, copied))
 
-    # -- on the device -----------------------------------------------------------------------------------------------
+    # -- on the device ---------------------------------------------------------------------------------------
 
     def _batch(self, job: Job, part: Part, tick: int) -> Batch:
         def move(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array).to(self.world.device)
 
-        views = {name: self._picture(name, part.pixels[i], part.plans.get(name)) for i, name in enumerate(part.views)}
+        views = {
+            name: self._picture(name, part.pixels[i], part.plans.get(name))
+            for i, name in enumerate(part.views)
+        }
         self._release(part)
         return Batch(
             index=move(part.index),
@@ -297,7 +315,7 @@ class Loader:
         mixture, total = augment.augmix(levels, todo.to(device))
         return augment.normalise(mixture, mean, std, total)
 
-    # -- what went wrong ---------------------------------------------------------------------------------------------
+    # -- what went wrong -------------------------------------------------------------------------------------
 
     def _note(self, job: Job) -> dict[int, str]:
         """Remember the bad pictures of a job; returns those that should have counted."""
@@ -313,17 +331,26 @@ class Loader:
         some = "; ".join(f"sample {index}: {why}" for index, why in list(failed.items())[:3])
         return UserError(
             f"{len(failed)} pictures did not decode on rank {self.world.rank} in an epoch of {n}, more than "
-            f"data.max_bad={self.config.max_bad:g} allows ({some}). Check the shards with python -m shards.verify and "
-            "build them again, or raise data.max_bad."
+            f"data.max_bad={self.config.max_bad:g} allows ({some}). Check the shards with python -m "
+            "shards.verify and build them again, or raise data.max_bad."
         )
 
 
 class _Stream:
     """An order of samples and how it is cut. The one beside goes round as often as needed."""
 
-    def __init__(self, number: int, walk: np.ndarray, batch: int, accumulate: int, config: DataConfig) -> None:
-        self.number, self.order, self.batch, self.accumulate = number, np.asarray(walk, np.int64), batch, accumulate
-        self.group = min(config.mix_group, max(1, batch // accumulate))  # a micro-batch holds at least one group
+    def __init__(
+        self, number: int, walk: np.ndarray, batch: int, accumulate: int, config: DataConfig
+    ) -> None:
+        self.number, self.order, self.batch, self.accumulate = (
+            number,
+            np.asarray(walk, np.int64),
+            batch,
+            accumulate,
+        )
+        self.group = min(
+            config.mix_group, max(1, batch // accumulate)
+        )  # a micro-batch holds at least one group
         self.seen = order.occurrence(self.order)
         self.rounds = int(self.seen.max(initial=0)) + 1
 

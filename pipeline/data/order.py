@@ -1,8 +1,8 @@
 """Which samples, in which order, on which rank: pure functions of a few integers.
 
-A global batch is cut into groups of consecutive rows. Micro-batches and ranks take contiguous runs of whole groups, so the
-same groups exist for any number of ranks, and concatenating the ranks gives back the global batch. The state of a walk is
-(tick, step): resuming is calling the same functions from that step on.
+A global batch is cut into groups of consecutive rows. Micro-batches and ranks take contiguous runs of whole
+groups, so the same groups exist for any number of ranks, and concatenating the ranks gives back the global batch.
+The state of a walk is (tick, step): resuming is calling the same functions from that step on.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def shuffled(
 ) -> np.ndarray:
     """Every sample of 0..n-1 (or of the subset) once.
 
-    With `window`, shards are shuffled, and samples only among `window` neighbouring shards of that order: whoever walks
-    it needs at most that many shards at hand.
+    With `window`, shards are shuffled, and samples only among `window` neighbouring shards of that order:
+    whoever walks it needs at most that many shards at hand.
     """
     rng = keyed_generator(seed, tick, stream, 0, _SHUFFLED)
     if not window:
@@ -101,6 +101,6 @@ def rank_rows(n: int, rank: int, world: int, group: int) -> slice:
 
 
 def micro_batches(n: int, parts: int, group: int) -> list[slice]:
-    """The rows of a global batch of n cut into `parts` runs of whole groups; fewer when it is too short, none empty."""
+    """A global batch of n rows cut into `parts` runs of whole groups; fewer if it is too short, none empty."""
     parts = max(1, min(parts, -(-n // group)))
     return [rank_rows(n, part, parts, group) for part in range(parts)]

@@ -1,4 +1,4 @@
-"""Random numbers by key: what is drawn depends on (seed, tick, index, view, draw), never on threads, workers or ranks."""
+"""Random numbers by key: drawn from (seed, tick, index, view, draw), never from threads, workers or ranks."""
 
 from __future__ import annotations
 
