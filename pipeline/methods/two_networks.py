@@ -1,0 +1,52 @@
+"""What methods with two networks share: the pair, their moving averages, and a common verdict.
+
+The networks have the same form and start from different weights; which one teaches which is up to the method.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.config import Config
+from pipeline.data.batch import TrainingSet
+from pipeline.methods.base import Method
+from pipeline.models.network import Average, Network, unit
+from pipeline.world import World
+
+
+class TwoNetworks(Method):
+    """Two networks and, if asked for, a moving average of each that does the judging.
+
+    Parameters are named `networks.0.…` and `networks.1.…`: prefixes for Stage.trainable and Pass.trainable.
+    """
+
+    def __init__(
+        self, config: Config, data: TrainingSet, world: World, embed: bool = False, decay: float | None = None
+    ) -> None:
+        super().__init__(config, data, world)
+        self.networks = nn.ModuleList(Network(config.model, data.classes, embed) for _ in range(2))
+        decay = config.model.ema if decay is None else decay
+        # `average.` in a parameter's name keeps it away from the optimiser.
+        self.average = nn.ModuleList(Average(network, decay) for network in self.networks) if decay else None
+
+    def network(self, number: int) -> Network:
+        return self.networks[number]  # type: ignore[return-value]
+
+    def judge(self, number: int) -> Network:
+        """The network used for survey, evaluation and prediction."""
+        return self.network(number) if self.average is None else self.average[number].network  # type: ignore[return-value]
+
+    def after_step(self) -> None:
+        if self.average is not None:
+            for average, network in zip(self.average, self.networks):
+                average.update(network)  # type: ignore[operator]
+
+    def scores(self, images: Tensor) -> dict[str, Tensor]:
+        """The mean of the logits counts; each network's own verdict beside it."""
+        first, second = (self.judge(n)(images)[1].float() for n in range(2))
+        return {"both": (first + second) / 2, "first": first, "second": second}
+
+    def embeddings(self, images: Tensor) -> Tensor:
+        """Cosines of these are the mean of the two networks' cosines."""
+        return unit(torch.cat([unit(self.judge(n)(images)[0]) for n in range(2)], 1))
