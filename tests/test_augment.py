@@ -142,12 +142,12 @@ def test_the_distribution_is_that_of_a_plain_implementation(reading, severity):
     def norm(x: np.ndarray) -> np.ndarray:
         return (x / 255 - np.array(MEAN)) / np.array(STD)
 
-    n = 1500
+    n = 2000
     slow = np.stack([slow_augmix(picture, rng, reading, severity, norm) for _ in range(n)])
     fast = fast_augmix(picture, uniform((7, 7, 7), np.arange(2 * n), DRAWS), reading, severity)
     error = np.sqrt(slow.var(0) / n + fast.var(0) / len(fast)) + 1e-9
     assert np.abs((slow.mean(0) - fast.mean(0)) / error).max() < 5.5  # 768 pixels
-    assert np.allclose(slow.std(0).mean(), fast.std(0).mean(), rtol=0.05)
+    assert np.allclose(slow.std(0).mean(), fast.std(0).mean(), rtol=0.08)
     assert np.allclose(slow.mean((1, 2, 3)).std(), fast.mean((1, 2, 3)).std(), rtol=0.08)
 
 

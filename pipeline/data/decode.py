@@ -1,8 +1,8 @@
 """Encoded pictures to uint8 RGB arrays, and views cut from them.
 
-A picture is decoded once and every view is cut from the same array. Views have a name; its beginning says the
-kind: `weak*` and `strong*` are random crops (what makes a strong view strong happens on the device), `test` is
-the centre crop. Pictures are (H, W, 3) uint8 here.
+A picture is decoded once and every view is cut from the same array. Views have a name; its beginning says
+the kind: `weak*` and `strong*` are random crops (what makes a strong view strong happens on the device),
+`test` is the centre crop. Pictures are (H, W, 3) uint8 here.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Views:
         return np.concatenate([uniforms[:, :3], np.sqrt(area * ratio), np.sqrt(area / ratio)], 1)
 
     def cut(self, picture: np.ndarray, choices: np.ndarray | None, out: np.ndarray) -> None:
-        """Write a view into out (size, size, 3). choices: (DRAWS,), a row of `choices`; None: the test view."""
+        """Write a view into out (size, size, 3). choices: a row of `choices`, or None for the test view."""
         config = self.config
         if choices is None:
             out[:] = centre(picture, self.short, config.size)

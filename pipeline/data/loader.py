@@ -1,7 +1,7 @@
 """From shards to batches on the device: threads decode and cut uint8 views ahead, the device does the rest.
 
-What a batch holds is decided by `order` and keyed random numbers before anything is read, so threads, ranks and
-restarts change nothing in it.
+What a batch holds is decided by `order` and keyed random numbers before anything is read, so threads, ranks
+and restarts change nothing in it.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Loader:
             yield Job(0, [part])
 
     def _foretell(self, walk: np.ndarray) -> Callable[[int, int], None]:
-        """A function of (row, rows) that tells the split which shards come next when the walk enters a new one."""
+        """A function of (row, rows) that tells the split what comes next when the walk enters a new shard."""
         shard = np.searchsorted(np.cumsum(np.asarray(self.split.shard_sizes)), walk, side="right")
         numbers, first = np.unique(shard, return_index=True)
         by_use = np.argsort(first)

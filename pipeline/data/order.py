@@ -1,7 +1,7 @@
 """Which samples, in which order, on which rank: pure functions of a few integers.
 
 A global batch is cut into groups of consecutive rows. Micro-batches and ranks take contiguous runs of whole
-groups, so the same groups exist for any number of ranks, and concatenating the ranks gives back the global batch.
+groups, so the same groups exist for any number of ranks, and all ranks together give back the global batch.
 The state of a walk is (tick, step): resuming is calling the same functions from that step on.
 """
 
@@ -101,6 +101,6 @@ def rank_rows(n: int, rank: int, world: int, group: int) -> slice:
 
 
 def micro_batches(n: int, parts: int, group: int) -> list[slice]:
-    """A global batch of n rows cut into `parts` runs of whole groups; fewer if it is too short, none empty."""
+    """A global batch of n rows cut into `parts` runs of whole groups; fewer if too short, none empty."""
     parts = max(1, min(parts, -(-n // group)))
     return [rank_rows(n, part, parts, group) for part in range(parts)]
