@@ -56,7 +56,108 @@ class Prototypical(Settings):
     neighbour_block: PositiveInt = Field(1024, description="rows per block of the neighbour search; bounds its memory")
 
 
-MethodOptions = Annotated[CrossEntropy | Prototypical, Field(discriminator="name")]
+class LDAM(Settings):
+    """Label-distribution-aware margins: rarer classes must win by more."""
+
+    code: ClassVar[str] = "ldam:LDAM"
+    name: Literal["ldam"] = "ldam"
+    max_margin: NonNegativeFloat = Field(0.5, description="margin of the rarest class, as a cosine")
+    scale: PositiveFloat = Field(30.0, description="factor on the cosines")
+
+
+class LDAMDRW(LDAM):
+    """LDAM with deferred re-weighting of the classes."""
+
+    code: ClassVar[str] = "ldam:LDAMDRW"
+    name: Literal["ldam_drw"] = "ldam_drw"  # type: ignore[assignment]
+    reweight_start: Fraction = Field(0.8, description="part of the training after which classes are weighted")
+    beta: Fraction = Field(0.9999, description="of the effective number of samples (1 - beta^n) / (1 - beta)")
+
+
+class CRT(Settings):
+    """Classifier re-training: representation from all samples, then a new classifier from class-balanced ones."""
+
+    code: ClassVar[str] = "decoupling:CRT"
+    name: Literal["crt"] = "crt"
+    classifier_part: Fraction = Field(0.05, description="length of the second stage, as a part of train.epochs; at least one epoch")
+    classifier_lr: PositiveFloat = Field(0.1, description="initial learning rate of the second stage; cosine to zero")
+    classifier_weight_decay: NonNegativeFloat = Field(5e-4, description="weight decay of the second stage")
+
+
+class NCM(Settings):
+    """Nearest class mean over the features of a network trained by cross-entropy."""
+
+    code: ClassVar[str] = "decoupling:NCM"
+    name: Literal["ncm"] = "ncm"
+
+
+class CoTeaching(Settings):
+    """Two networks, each trained on what its peer finds easy."""
+
+    code: ClassVar[str] = "coteaching:CoTeaching"
+    name: Literal["coteaching"] = "coteaching"
+    noise_rate: Fraction | None = Field(None, description="share of samples to drop in the end; empty = estimated by a mixture over the losses")
+    ramp: Fraction = Field(0.05, description="part of the training in which the dropped share rises from zero")
+
+
+class MentorNet(Settings):
+    """MentorNet with its predefined curriculum, as the closed-form rule the mentor is taught."""
+
+    code: ClassVar[str] = "mentornet:MentorNet"
+    name: Literal["mentornet"] = "mentornet"
+    percentile: Fraction = Field(0.75, description="of a batch's losses; the moving one is where trust ends")
+    decay: Fraction = Field(0.5, description="of the moving percentile")
+    burn_in: Fraction = Field(0.18, description="part of the training in which all weights are 1")
+    soft_start: Fraction = Field(0.9, description="part after which weights fall linearly beyond the percentile instead of at once")
+    soft_width: PositiveFloat = Field(1.0, description="loss beyond the percentile at which such a weight is zero")
+    dropout: Fraction = Field(0.5, description="chance that a sample is left out of a step, early")
+    dropout_part: Fraction = Field(0.17, description="part of the training that is early")
+    dropout_late: Fraction = Field(0.05, description="that chance afterwards")
+
+
+class ELR(Settings):
+    """Early-learning regularisation: stay with what was predicted before the wrong labels were memorised."""
+
+    code: ClassVar[str] = "elr:ELR"
+    name: Literal["elr"] = "elr"
+    beta: Fraction = Field(0.7, description="memory of earlier predictions")
+    strength: NonNegativeFloat = Field(3.0, description="weight of the regulariser")
+
+
+class ELRPlus(ELR):
+    """ELR with two networks that remember for each other, averaged weights and mixup."""
+
+    code: ClassVar[str] = "elr:ELRPlus"
+    name: Literal["elr_plus"] = "elr_plus"  # type: ignore[assignment]
+    ema: Fraction = Field(0.997, description="decay of the averaged weights that make the memory")
+    mixup: NonNegativeFloat = Field(1.0, description="Beta(a,a) of the mixing; 0 = no mixing")
+    ramp: Fraction = Field(0.0, description="part of the training in which the regulariser rises; 0 = there from the start")
+    remembered_targets: bool = Field(False, description="multiply the labels by the memory (the authors do so on CIFAR-100)")
+
+
+class HAR(Settings):
+    """Heteroskedastic adaptive regularisation: rare and uncertain classes are smoothed more."""
+
+    code: ClassVar[str] = "har:HAR"
+    name: Literal["har"] = "har"
+    strength: NonNegativeFloat = Field(10.0, description="weight of the regulariser")
+    probe_part: Fraction = Field(1.0, description="length of the first training, on half of the samples, as a part of train.epochs; at least one epoch")
+    error_power: NonNegativeFloat = Field(0.6, description="class strength = error^this / count^the other")
+    count_power: NonNegativeFloat = Field(0.4, description="see error_power")
+    reweight_start: Fraction = Field(0.667, description="part of the main training after which classes are weighted; 1 = never")
+    beta: Fraction = Field(0.9999, description="of the effective number of samples (1 - beta^n) / (1 - beta)")
+
+
+class AUM(Settings):
+    """Area under the margin: samples no better than deliberately mislabelled ones are left out of the training."""
+
+    code: ClassVar[str] = "aum:AUM"
+    name: Literal["aum"] = "aum"
+    probe_part: Fraction = Field(0.5, description="length of each of the two measuring runs, as a part of train.epochs; at least one epoch")
+    percentile: Fraction = Field(0.99, description="of the mislabelled samples' margins; whoever lies below is left out")
+
+
+MethodOptions = Annotated[CrossEntropy | Prototypical | LDAM | LDAMDRW | CRT | NCM | CoTeaching | MentorNet | ELR | ELRPlus | HAR | AUM, Field(discriminator="name")]
 
 
 def options_of(name: str) -> type[Settings]:
