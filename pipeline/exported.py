@@ -282,7 +282,7 @@ def _requirements() -> list[str]:
         try:
             found.append(f"{name}=={version(name).partition('+')[0]}")
         except PackageNotFoundError:
-            found.append(name)
+            continue  # run from a source tree
     return found
 
 

@@ -18,6 +18,7 @@ import fcntl
 import getpass
 import logging
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -98,7 +99,8 @@ class Tracker(NullTracker):
         self._journal = Journal(self.path, keep)
         rewind(self.path, self._journal.size)
         self._began = self._first_start() or _now()
-        self._journal.append({**start, "time": _now(), "tags": {**start["tags"], "mlflow.user": _user()}})
+        start["tags"] |= {"mlflow.user": _user(), "mlflow.source.name": "pipeline.train", **_commit()}
+        self._journal.append({**start, "time": _now()})
         self._job = start["job"]
         self._wake, self._closing = threading.Event(), threading.Event()
         self._trouble = 0
@@ -238,6 +240,16 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # a container's numeric user has no name
         return str(os.getuid())
+
+
+def _commit() -> dict[str, str]:
+    """Which code this is: the commit of the source tree, or what an image was told when it was built."""
+    known = os.environ.get("EVENHAND_COMMIT", "")
+    if not known:
+        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            known = subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()
+    return {"mlflow.source.git.commit": known} if known else {}
 
 
 def _brief(error: BaseException) -> str:
