@@ -34,9 +34,7 @@ WORKER = ("-m", "pipeline.train")
 SHUTDOWN_SECONDS = (
     100  # for saving after a signal; torchrun's own 30 may be short for a large model on a slow store
 )
-REFUSED_GRACE = (
-    5.0  # seconds the ranks have to end by themselves after one of them refused its settings or data
-)
+REFUSED_GRACE = 1.0  # seconds for the other ranks to end by themselves after one of them refused
 HELP = """usage: python -m launch.entry [train options]
        python -m launch.entry [torchrun options] -- [train options]
 
@@ -125,7 +123,7 @@ class Supervisor:
         refused_at: float | None = None
         while True:
             try:
-                return process.wait(timeout=0.5)
+                return process.wait(timeout=0.2)
             except subprocess.TimeoutExpired:
                 ends = outcome.collect(folder).values()
                 if refused_at is None and any(end["outcome"] == "refused" for end in ends):

@@ -60,6 +60,7 @@ class Checkpointer:
         self._host: dict[str, Tensor] = {}
         self._thread: Thread | None = None
         self._failure: str | None = None
+        self._refused: set[str] = set()  # did not verify when loading
         if problem := world.share(_try_folder(self.store) if world.leads else None):
             raise UserError(problem)
 
@@ -140,12 +141,12 @@ class Checkpointer:
             log.warning("Old checkpoints in %s could not be removed: %s.", self.store, error)
 
     def _prune(self, newest: str) -> None:
-        """Keep the last `keep` and the best. What is ahead of `newest` was refused or belongs to another
-        try, and is left for a person to judge."""
+        """Keep the last `keep` good ones and the best. What is ahead of `newest` was refused or belongs to
+        another try, and is left for a person to judge."""
         names = [name for name in snapshot.listed(self.store) if snapshot.key(name) <= snapshot.key(newest)]
         complete: list[str] = []
         best: str | None = None
-        for name in reversed(names):
+        for name in reversed([name for name in names if name not in self._refused]):
             try:
                 manifest = snapshot.read_manifest(self.store, name)
             except (Damaged, UserError):
@@ -175,21 +176,22 @@ class Checkpointer:
 
     def _load(self, names: list[str] | None) -> Loaded | None:
         found: Snapshot | None = None
-        rejected: list[str] = []
+        refused: dict[str, str] = {}
         problem: str | None = None
         self._warn(self._settle())
         if self.world.leads:
             try:
-                found, rejected = choose(self.store, names or snapshot.listed(self.store))
+                found, refused = choose(self.store, names or snapshot.listed(self.store))
             except UserError as error:
                 problem = str(error)
-            for sentence in rejected:
+            self._refused |= set(refused)
+            for sentence in refused.values():
                 log.warning(sentence)
-        problem, rejected = self.world.share((problem, rejected))
+        problem, refused = self.world.share((problem, refused))
         if problem:
             raise UserError(problem)
         found = self._spread(found)
-        return Loaded(found.name, found.step, found.tree, found.best, rejected) if found else None
+        return Loaded(found.name, found.step, found.tree, found.best, [*refused.values()]) if found else None
 
     def _spread(self, found: Snapshot | None) -> Snapshot | None:
         """The lead's snapshot on every rank."""
@@ -237,26 +239,26 @@ def _try_folder(store: Store) -> str | None:
     return None
 
 
-def choose(store: Store, names: list[str]) -> tuple[Snapshot | None, list[str]]:
-    """The newest of `names` (oldest first) that verifies, and a sentence for each newer one that does not."""
-    rejected: list[str] = []
+def choose(store: Store, names: list[str]) -> tuple[Snapshot | None, dict[str, str]]:
+    """The newest of `names` (oldest first) that verifies, and by name a sentence for each newer one."""
+    refused: dict[str, str] = {}
     lost = False
     for name in reversed(names):
         try:
             found = snapshot.read(store, name)
             _ = found.tree
-            return found, rejected
+            return found, refused
         except Damaged as error:
-            rejected.append(f"Checkpoint {store}/{name} is not used: {error}.")
+            refused[name] = f"Checkpoint {store}/{name} is not used: {error}."
             # A killed upload leaves objects without a manifest, and nothing is lost by that. A local folder
             # gets its name only when it is complete, so one without a manifest has been damaged.
             lost = lost or store.root is not None or store.size(f"{name}/{MANIFEST}") is not None
     if lost:
         raise UserError(
-            "\n".join(rejected) + f"\nNo good checkpoint is left in {store}. "
+            "\n".join(refused.values()) + f"\nNo good checkpoint is left in {store}. "
             "Bring back a good copy, or delete or rename that folder to start anew."
         )
-    return None, rejected
+    return None, refused
 
 
 def read_checkpoint(url: str | Path, best: bool = False) -> Loaded:
@@ -271,11 +273,11 @@ def read_checkpoint(url: str | Path, best: bool = False) -> Loaded:
             raise UserError(f"The checkpoint {store} cannot be used: {error}. Take another one.") from None
     for place in (store, Store(store.at("checkpoints"))):
         names = snapshot.listed(place)
-        found, rejected = choose(place, (_best_ones(place, names) or names) if best else names)
-        for sentence in rejected:
+        found, refused = choose(place, (_best_ones(place, names) or names) if best else names)
+        for sentence in refused.values():
             log.warning(sentence)
         if found:
-            return Loaded(found.name, found.step, found.tree, found.best, rejected)
+            return Loaded(found.name, found.step, found.tree, found.best, [*refused.values()])
     raise UserError(
         f"There is no checkpoint in {store}. Give the output folder of a run, or a folder step-…."
     )
@@ -294,34 +296,26 @@ def _best_ones(store: Store, names: list[str]) -> list[str]:
 # -- one job per folder ----------------------------------------------------------------------------
 
 
-class Lock:
-    """Held until closed, or until the process is gone, however it went."""
-
-    def __init__(self, file: IO[str] | None = None) -> None:
-        self._file = file
-
-    def close(self) -> None:
-        if self._file:
-            self._file.close()
-            self._file = None
+_held: list[IO[str]] = []  # closing a file would give up the lock on it
 
 
-def lock(output: str | Path, world: World | None = None, patience: float = 2.0) -> Lock:
-    """Make the output folder this job's own; a UserError on all ranks if another living job has it."""
+def lock(output: str | Path, world: World | None = None, patience: float = 2.0) -> None:
+    """Make the output folder this job's own until its process is gone, however it goes.
+
+    A UserError on all ranks if another living job has it.
+    """
     world = world or World()
-    mine = Lock()
     problem: str | None = None
     if world.leads:
         try:
-            mine = _take(Path(output), patience)
+            _take(Path(output), patience)
         except UserError as error:
             problem = str(error)
     if problem := world.share(problem):
         raise UserError(problem)
-    return mine
 
 
-def _take(folder: Path, patience: float) -> Lock:
+def _take(folder: Path, patience: float) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / "lock", "a+")  # noqa: SIM115
@@ -341,10 +335,10 @@ def _take(folder: Path, patience: float) -> Lock:
                 "Wait for it, stop it, or set output to another folder."
             )
         time.sleep(0.1)
+    _held.append(file)
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
-    return Lock(file)
 
 
 def _locked(file: IO[str]) -> bool:

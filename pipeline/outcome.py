@@ -15,7 +15,7 @@ EXIT_CODES: dict[str, int] = {"finished": 0, "failed": 1, "refused": 2, "stopped
 def record(outcome: Outcome, reason: str = "") -> int:
     """Leave the outcome of this rank for the launcher; the exit code this process should end with.
 
-    Under `launch.entry` a stopped rank exits with 0, else torchrun would take it for a crash and start it
+    Under `launch.entry` a rank that stopped or refused exits with 0: torchrun would start it
     again.
     """
     folder = os.environ.get(FOLDER)
@@ -31,7 +31,7 @@ def record(outcome: Outcome, reason: str = "") -> int:
         temporary.replace(path)
     except OSError:  # the run itself ended as it did; a full disk must not turn it into a crash
         return EXIT_CODES[outcome]
-    return 0 if outcome == "stopped" else EXIT_CODES[outcome]
+    return EXIT_CODES["failed"] if outcome == "failed" else 0
 
 
 def collect(folder: str | Path) -> dict[int, dict[str, str]]:

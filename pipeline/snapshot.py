@@ -287,7 +287,7 @@ def read_manifest(store: Store, name: str) -> Tree:
         raise Damaged(f"{MANIFEST} is not readable") from None
     if isinstance(version, int) and version > FORMAT:
         raise UserError(
-            f"{store}/{name} was written by a newer version (its format is {version}, this one knows {FORMAT}). "
+            f"{store}/{name} is from a newer version (its format is {version}, this one knows {FORMAT}). "
             "Install the newer version, or point checkpoint.url at another folder."
         )
     if strange := sorted(set(files) - {TENSORS, STATE}):
