@@ -25,7 +25,16 @@ def partners(batch: Batch, copies: int, purpose: int) -> Tensor:
     """(copies*B,) row numbers: for each row of `copies` stacked views, whom it is mixed with."""
     group = torch.where(batch.valid > 0, batch.groups, -1).repeat(copies)
     row_key = (batch.index[None] * copies + torch.arange(copies, device=batch.index.device)[:, None]).flatten()
-    return pair_within(group, row_key, int(np.random.SeedSequence([*batch.key, purpose]).generate_state(1)[0]))
+    return pair_within(group, row_key, _seed(batch, purpose))
+
+
+def chances(batch: Batch, purpose: int) -> Tensor:
+    """(B,) float64 in [0,1): a draw for every row of this step, decided by its sample, not by the rank that holds it."""
+    return _hash_uniform(batch.index + _seed(batch, purpose) * 2654435761)
+
+
+def _seed(batch: Batch, purpose: int) -> int:
+    return int(np.random.SeedSequence([*batch.key, purpose]).generate_state(1)[0])
 
 
 def pair_within(group: Tensor, row_key: Tensor, seed: int) -> Tensor:

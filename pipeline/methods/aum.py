@@ -1,0 +1,140 @@
+"""Area under the margin (Pleiss et al., NeurIPS 2020): leave out samples that behave like mislabelled ones.
+
+Two short runs measure how far, on average over the epochs, each sample's own logit lies above all others. In each run a few
+samples are moved to a class that does not exist; whoever does no better than these is left out of the training proper.
+B rows on this rank, K classes, N training samples.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipeline.config import Config
+from pipeline.data.batch import Batch, Pass, TrainingSet
+from pipeline.data.randoms import keyed_generator
+from pipeline.losses import cross_entropy
+from pipeline.methods import options
+from pipeline.methods.base import Beliefs, OneNetwork, Stage
+from pipeline.methods.memory import accumulate
+from pipeline.models.network import Network
+from pipeline.survey import Survey
+from pipeline.world import World
+
+RUNS, RETRAINING = 2, 2  # stages 0 and 1 measure, stage 2 trains
+_FAKES = 0xA0A0  # keeps this draw apart from other uses of the seed
+
+
+def fake_sets(data: TrainingSet) -> Tensor:
+    """(N, RUNS) bool: N/(K+1) samples per run, at least one where there are enough, none in both runs."""
+    size = min(max(1, len(data) // (data.classes + 1)), len(data) // RUNS)
+    chosen = torch.from_numpy(keyed_generator(data.seed, _FAKES).permutation(len(data))[: RUNS * size].copy())
+    fake = torch.zeros(len(data), RUNS, dtype=torch.bool)
+    fake[chosen, torch.arange(len(chosen)) % RUNS] = True
+    return fake
+
+
+def margins(logits_BK: Tensor, label_B: Tensor) -> Tensor:
+    """(B,) the label's logit minus the largest other one."""
+    own = F.one_hot(label_B, logits_BK.shape[1]).bool()
+    return logits_BK.masked_fill(~own, -torch.inf).amax(1) - logits_BK.masked_fill(own, -torch.inf).amax(1)
+
+
+def believed(margin_NR: Tensor, fake_NR: Tensor, given_N: Tensor, percentile: float) -> tuple[Tensor, Tensor]:
+    """(N,) bool: samples to train on, and (R,) the thresholds.
+
+    A sample goes if it lies below the threshold in every run that did not use it as a fake. A class that would lose all its
+    samples keeps them.
+    """
+    rows = [margin_NR[fake_NR[:, r], r].double() for r in range(margin_NR.shape[1])]
+    threshold_R = torch.stack(
+        [row.quantile(percentile) if len(row) else row.new_tensor(-torch.inf) for row in rows]
+    )
+    low = (margin_NR < threshold_R) | fake_NR
+    keep = ~low.all(1) | fake_NR.all(1)
+    left = torch.zeros(int(given_N.max()) + 1, device=given_N.device).index_add_(0, given_N, keep.float())
+    return keep | (left[given_N] == 0), threshold_R
+
+
+class AUM(OneNetwork):
+    sums: Tensor  # (N,R) margins summed over epochs
+    seen: Tensor  # (N,R) in how many epochs
+    fake: Tensor  # (N,R) bool
+    clean: Tensor  # (N,) bool
+    threshold: Tensor  # (R,)
+    decided: Tensor  # bool: whether the retrained network is in charge, with `clean` settled
+
+    def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
+        super().__init__(config, data, world)
+        assert isinstance(config.method, options.AUM)
+        self.options = config.method
+        self.runs = nn.ModuleList(Network(config.model, data.classes + 1) for _ in range(RUNS))
+        self.register_buffer("sums", torch.zeros(len(data), RUNS))
+        self.register_buffer("seen", torch.zeros(len(data), RUNS))
+        self.register_buffer("fake", fake_sets(data))
+        self.register_buffer("clean", torch.ones(len(data), dtype=torch.bool))
+        self.register_buffer("threshold", torch.zeros(RUNS, dtype=torch.float64))
+        self.register_buffer("decided", torch.zeros((), dtype=torch.bool))
+
+    # -- the plan -------------------------------------------------------------------------------------------------------
+
+    def stages(self) -> list[Stage]:
+        """The runs keep the initial rate: margins count before the first drop, while wrong labels are not memorised."""
+        epochs = self.config.train.epochs
+        length = max(1, round(self.options.probe_part * epochs))
+        runs = [
+            Stage(f"run {r + 1}", epochs=length, constant_lr=True, trainable=(f"runs.{r}.",))
+            for r in range(RUNS)
+        ]
+        return [*runs, Stage("retraining", epochs=epochs, trainable=("network.",))]
+
+    def begin_epoch(self, survey: Survey | None) -> None:
+        if self.stage != RETRAINING or self.epoch:
+            return
+        given = torch.from_numpy(self.data.given).to(self.sums.device, torch.long)
+        clean, threshold = believed(self.margin, self.fake, given, self.options.percentile)
+        self.clean.copy_(clean)
+        self.threshold.copy_(threshold)
+        self.decided.fill_(True)
+
+    @property
+    def margin(self) -> Tensor:
+        """(N,R) area under the margin."""
+        return self.sums / self.seen.clamp_min(1)
+
+    def passes(self) -> list[Pass]:
+        if self.stage != RETRAINING:
+            return super().passes()
+        return [Pass(self.data.shuffled(self.tick(), self.clean.nonzero()[:, 0].cpu().numpy()))]
+
+    @property
+    def judge(self) -> Network:
+        return super().judge if self.decided else self.runs[min(self.stage, RUNS - 1)]  # type: ignore[return-value]
+
+    def after_step(self) -> None:
+        if self.stage == RETRAINING:
+            super().after_step()
+
+    # -- how it is trained ----------------------------------------------------------------------------------------------
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        if self.stage == RETRAINING:
+            _, logits = self.network(batch.views["weak"])
+            return {"loss": cross_entropy(logits, batch.label, batch.valid, self.world)}
+        _, logits = self.runs[self.stage](batch.views["weak"])
+        label = torch.where(self.fake[batch.index, self.stage], self.data.classes, batch.label)
+        margin = margins(logits.detach().float(), label)
+        accumulate(self.sums[:, self.stage], batch, margin, self.world)
+        accumulate(self.seen[:, self.stage], batch, torch.ones_like(margin), self.world)
+        return {"loss": cross_entropy(logits, label, batch.valid, self.world)}
+
+    def scores(self, images: Tensor) -> dict[str, Tensor]:
+        return {"linear": self.judge(images)[1][:, : self.data.classes].float()}
+
+    def beliefs(self) -> Beliefs | None:
+        if not self.decided:
+            return None
+        score = torch.where(self.fake, 0, self.margin).sum(1) / (~self.fake).sum(1).clamp_min(1)
+        extra = {f"aum_threshold_{r + 1}": float(value) for r, value in enumerate(self.threshold)}
+        return Beliefs(self.clean.float(), None, self.clean, score, extra)

@@ -1,0 +1,84 @@
+"""Co-teaching (Han et al., NeurIPS 2018): two networks see the same batch; each learns from what its peer finds easy.
+
+The share of samples left out rises to the noise rate, which is given or estimated. B rows on this rank, N training samples.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pipeline.config import Config
+from pipeline.data.batch import Batch, TrainingSet
+from pipeline.losses import full_precision
+from pipeline.methods import options
+from pipeline.methods.base import Beliefs
+from pipeline.methods.memory import places, remember
+from pipeline.methods.mixture import Fit, normalised, posterior
+from pipeline.methods.two_networks import TwoNetworks
+from pipeline.survey import Survey
+from pipeline.world import World
+
+
+class CoTeaching(TwoNetworks):
+    noise: Tensor  # share of samples to leave out in the end
+    kept: Tensor  # (N,) float32: by how many of the networks, when it was last seen
+    score: Tensor  # (N,) float32: mean confidence of the networks in the given label, when it was last seen
+
+    def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
+        super().__init__(config, data, world)
+        assert isinstance(config.method, options.CoTeaching)
+        self.options = config.method
+        self.register_buffer("noise", torch.tensor(self.options.noise_rate or 0.0))
+        self.register_buffer("kept", torch.full((len(data),), 2.0))
+        self.register_buffer("score", torch.ones(len(data)))
+        self.ramp = max(1, round(self.options.ramp * config.train.epochs))
+
+    # -- how many samples to leave out ---------------------------------------------------------------------------------
+
+    def wants_survey(self) -> bool:
+        return self.options.noise_rate is None and 0 < self.epoch <= self.ramp
+
+    def survey_outputs(self, images: Tensor) -> dict[str, Tensor]:
+        return {str(n): self.judge(n)(images)[1] for n in range(2)}
+
+    def begin_epoch(self, survey: Survey | None) -> None:
+        """Estimate the noise rate while the wrong labels are not memorised yet: the part of the losses' worse component."""
+        if survey is None:
+            return
+        label = torch.from_numpy(self.data.given)[survey.index.cpu()].to(survey.index.device, torch.long)
+        loss = sum(F.cross_entropy(survey[str(n)], label, reduction="none") for n in range(2))
+        losses = survey.everywhere(torch.as_tensor(loss)).cpu().numpy()
+        clean = posterior(normalised(losses, "small"), "small", Fit(floor=5e-4))
+        self.noise.fill_(1 - float(clean.mean()))
+
+    @property
+    def left_out(self) -> Tensor:
+        """Share of each batch to leave out in this epoch."""
+        return self.noise * min(1.0, self.epoch / self.ramp)
+
+    # -- how it is trained ----------------------------------------------------------------------------------------------
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        losses = [self._losses(self.network(n)(batch.views["weak"])[1], batch.label) for n in range(2)]
+        easy = [self._easy(loss, batch) for loss in losses]
+        remember(self.kept, batch, easy[0] + easy[1], self.world)
+        remember(self.score, batch, (torch.exp(-losses[0]) + torch.exp(-losses[1])) / 2, self.world)
+        first, second = (self.world.mean_over(losses[n], easy[1 - n]) for n in range(2))
+        return {"loss": first + second, "first": first, "second": second}
+
+    @staticmethod
+    @full_precision
+    def _losses(logits_BK: Tensor, label_B: Tensor) -> Tensor:
+        return F.cross_entropy(logits_BK, label_B, reduction="none")
+
+    def _easy(self, loss_B: Tensor, batch: Batch) -> Tensor:
+        """(B,) 1 for the samples of the smallest losses in the global batch, else 0."""
+        place, total = places(loss_B, batch, self.world)
+        # The small addition undoes rounding: 0.7 of 10 samples are 7, not 6.
+        count = torch.floor((1 - self.left_out) * total + 1e-4).clamp_min(1)
+        return (place < count).float() * batch.valid
+
+    def beliefs(self) -> Beliefs:
+        return Beliefs(self.kept / 2, None, self.kept > 1.5, self.score, {"noise_rate": float(self.noise)})

@@ -1,0 +1,132 @@
+"""Decoupled representation and classifier (Kang et al., ICLR 2020): cRT and NCM.
+
+Both learn the representation by cross-entropy on all samples. cRT then freezes it and trains a new linear classifier on
+class-balanced samples; NCM classifies by the nearest class mean. B rows, K classes, D features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.config import Config
+from pipeline.data.batch import Batch, Pass, TrainingSet
+from pipeline.losses import cross_entropy, full_precision
+from pipeline.methods import options
+from pipeline.methods.base import OneNetwork, Stage
+from pipeline.methods.cross_entropy import CrossEntropy
+from pipeline.models.network import unit
+from pipeline.prototypes import class_sums
+from pipeline.survey import Survey
+from pipeline.world import World
+
+REPRESENTATION, CLASSIFIER = 0, 1
+FAR = -1e4  # score of a class without samples; squared distances of unit vectors end at -4
+
+
+class CRT(OneNetwork):
+    retrained: Tensor  # bool: whether the second classifier is in charge
+
+    def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
+        super().__init__(config, data, world)
+        assert isinstance(config.method, options.CRT)
+        self.options = config.method
+        self.balanced = nn.Linear(self.network.features, data.classes)
+        self.register_buffer("retrained", torch.zeros((), dtype=torch.bool))
+
+    def stages(self) -> list[Stage]:
+        epochs = max(1, round(self.options.classifier_part * self.config.train.epochs))
+        # One cycle of `restarts` is the cosine that still moves in its last epoch.
+        course = {"lr": self.options.classifier_lr, "weight_decay": self.options.classifier_weight_decay,
+                  "schedule": "restarts", "restart_epochs": epochs, "final_lr": 0.0, "warmup_epochs": 0}  # fmt: skip
+        optim = self.config.optim.model_copy(update=course)
+        return [
+            Stage("representation", epochs=self.config.train.epochs, trainable=("network.",)),
+            Stage("classifier", epochs=epochs, optim=optim, trainable=("balanced.",)),
+        ]
+
+    def enter(self, stage: int, epoch: int) -> None:
+        super().enter(stage, epoch)
+        self.retrained.fill_(stage == CLASSIFIER)
+
+    def train(self, mode: bool = True) -> CRT:
+        """In the second stage the representation is frozen with its statistics."""
+        super().train(mode)
+        if self.stage == CLASSIFIER:
+            self.network.eval()
+            if self.average is not None:
+                self.average.eval()
+        return self
+
+    def passes(self) -> list[Pass]:
+        if self.stage == REPRESENTATION:
+            return super().passes()
+        return [Pass(self.data.balanced(self.tick(), len(self.data)))]
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        if self.stage == REPRESENTATION:
+            _, logits = self.network(batch.views["weak"])
+        else:
+            with torch.no_grad():
+                features, _ = self.judge(batch.views["weak"])
+            logits = self.balanced(features)
+        return {"loss": cross_entropy(logits, batch.label, batch.valid, self.world)}
+
+    def after_step(self) -> None:
+        if self.stage == REPRESENTATION:
+            super().after_step()
+
+    def scores(self, images: Tensor) -> dict[str, Tensor]:
+        features, logits = self.judge(images)
+        first = {"linear": logits.float()}
+        return {"balanced": self.balanced(features).float(), **first} if self.retrained else first
+
+
+@full_precision
+def centred(features_BD: Tensor, centre_D: Tensor) -> Tensor:
+    """Features seen from the mean of the training set, at length one ("CL2N")."""
+    return unit(features_BD - centre_D)
+
+
+class NCM(CrossEntropy):
+    """Cross-entropy training; the class means are taken anew after every epoch."""
+
+    centre: Tensor  # (D,) mean feature
+    means: Tensor  # (K,D) means of centred unit features, not brought to length one again
+    present: Tensor  # (K,) bool
+
+    def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
+        super().__init__(config, data, world)
+        K, D = data.classes, self.network.features
+        self.register_buffer("centre", torch.zeros(D))
+        self.register_buffer("means", torch.zeros(K, D))
+        self.register_buffer("present", torch.zeros(K, dtype=torch.bool))
+
+    def ends_with_survey(self) -> bool:
+        return True
+
+    def survey_outputs(self, images: Tensor) -> dict[str, Tensor]:
+        return {"features": self.judge(images)[0]}
+
+    def end_epoch(self, survey: Survey | None) -> None:
+        assert survey is not None
+        features = survey["features"]
+        self.centre.copy_(self.world.sum(features.double().sum(0)) / survey.total)
+        label = torch.from_numpy(self.data.given)[survey.index.cpu()].to(features.device, torch.long)
+        rows = centred(features, self.centre)
+        sums = self.world.sum(class_sums(rows, label, torch.ones_like(rows[:, 0]), self.data.classes))
+        self.present.copy_(sums[:, -1] > 0)
+        self.means.copy_(sums[:, :-1] / sums[:, -1:].clamp_min(1))
+
+    def scores(self, images: Tensor) -> dict[str, Tensor]:
+        """Minus the squared distance to each class mean."""
+        features, logits = self.judge(images)
+        near = (
+            -(
+                torch.cdist(
+                    centred(features, self.centre), self.means, compute_mode="donot_use_mm_for_euclid_dist"
+                )
+                ** 2
+            )
+        )
+        return {"nearest_mean": near.masked_fill(~self.present, FAR), "linear": logits.float()}

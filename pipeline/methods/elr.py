@@ -1,0 +1,130 @@
+"""Early-learning regularisation (Liu et al., NeurIPS 2020): ELR with one network, ELR+ with two.
+
+A memory of earlier predictions, kept for every sample, holds the network back from memorising wrong labels:
+    L = cross-entropy + strength * mean log(1 - <memory, prediction>).
+B rows on this rank, K classes, N training samples.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pipeline import mixing
+from pipeline.config import Config
+from pipeline.data.batch import Batch, TrainingSet
+from pipeline.losses import cross_entropy, full_precision, soft_cross_entropy
+from pipeline.methods import options
+from pipeline.methods.base import Beliefs, OneNetwork
+from pipeline.methods.memory import remember
+from pipeline.methods.two_networks import TwoNetworks
+from pipeline.models.network import Network
+from pipeline.world import World
+
+LEAST = 1e-4  # predictions stay this far from 0 and 1
+COEFFICIENT, PARTNER = 1, 3  # purposes of random numbers; the second network uses the next ones
+
+
+@full_precision
+def prediction(logits_BK: Tensor) -> Tensor:
+    return logits_BK.softmax(1).clamp(LEAST, 1 - LEAST)
+
+
+@full_precision
+def regulariser(prediction_BK: Tensor, memory_BK: Tensor, weight_B: Tensor, world: World) -> Tensor:
+    """Mean of log(1 - <memory, prediction>): falls as the prediction agrees with the memory."""
+    return world.mean_over(torch.log(1 - (memory_BK * prediction_BK).sum(1)), weight_B)
+
+
+def remembered(memory_NK: Tensor, data: TrainingSet) -> Beliefs:
+    """The class remembered most strongly is what is believed; samples never seen keep their label."""
+    given = torch.from_numpy(data.given).to(memory_NK.device, torch.long)
+    label = torch.where(memory_NK.sum(1) > 0, memory_NK.argmax(1), given)
+    return Beliefs(None, label, label == given, memory_NK.gather(1, given[:, None])[:, 0])
+
+
+class ELR(OneNetwork):
+    memory: Tensor  # (N,K)
+
+    def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
+        super().__init__(config, data, world)
+        assert isinstance(config.method, options.ELR)
+        self.options = config.method
+        self.register_buffer("memory", torch.zeros(len(data), data.classes))
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        _, logits = self.network(batch.views["weak"])
+        predicted = prediction(logits)
+        fresh = predicted.detach()
+        remember(self.memory, batch, fresh / fresh.sum(1, keepdim=True), self.world, keep=self.options.beta)
+        ce = cross_entropy(logits, batch.label, batch.valid, self.world)
+        elr = regulariser(predicted, self.memory[batch.index], batch.valid, self.world)
+        return {"loss": ce + self.options.strength * elr, "ce": ce, "elr": elr}
+
+    def beliefs(self) -> Beliefs:
+        return remembered(self.memory, self.data)
+
+
+class ELRPlus(TwoNetworks):
+    """Each network's memory is made by the averaged weights of its peer, on pictures that are not mixed."""
+
+    memory: Tensor  # (N,2,K)
+
+    def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
+        assert isinstance(config.method, options.ELRPlus)
+        super().__init__(config, data, world, decay=config.method.ema)
+        self.options = config.method
+        self.register_buffer("memory", torch.zeros(len(data), 2, data.classes))
+        self.steps = 0  # done so far: (epoch, step) determine it
+
+    def judge(self, number: int) -> Network:
+        """The networks themselves: the averages only teach."""
+        return self.network(number)
+
+    def teacher(self, number: int) -> Network:
+        return self.network(number) if self.average is None else self.average[number].network  # type: ignore[return-value]
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        self.steps = self._steps(batch)
+        parts = [self._one(n, batch) for n in range(2)]
+        ce, elr = (sum(values) for values in zip(*parts))
+        return {"loss": ce + self.options.strength * self._ramp() * elr, "ce": ce, "elr": elr}
+
+    def _one(self, n: int, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Cross-entropy and regulariser of network n."""
+        images = batch.views["weak"]
+        with torch.no_grad():
+            fresh = self.teacher(1 - n)(images)[1].float().softmax(1)
+        remember(self.memory[:, n], batch, fresh, self.world, keep=self.options.beta)
+        lam = mixing.coefficient(batch, self.options.mixup, COEFFICIENT + n, fold=True)
+        partner = mixing.partners(batch, 1, PARTNER + n)
+        target = mixing.mix(F.one_hot(batch.label, self.data.classes).float(), partner, lam)
+        memory = mixing.mix(self.memory[batch.index, n], partner, lam)
+        _, logits = self.network(n)(mixing.mix(images, partner, lam))
+        if self.options.remembered_targets:
+            target = target * memory
+            target = target / target.sum(1, keepdim=True).clamp_min(1e-12)
+        ce = soft_cross_entropy(logits, target, batch.valid, self.world)
+        return ce, regulariser(prediction(logits), memory, batch.valid, self.world)
+
+    def _steps(self, batch: Batch) -> int:
+        per_epoch = -(-len(self.data) // self.data.batch)
+        return self.epoch * per_epoch + batch.key[-1]
+
+    def _ramp(self) -> float:
+        per_epoch = -(-len(self.data) // self.data.batch)
+        length = self.options.ramp * self.config.train.epochs * per_epoch
+        return math.exp(-5 * (1 - min(1.0, self.steps / length)) ** 2) if length else 1.0
+
+    def after_step(self) -> None:
+        """A true average at first, a moving one when that remembers less."""
+        if self.average is not None:
+            for average in self.average:
+                average.decay = min(1 - 1 / (self.steps + 2), self.options.ema)  # type: ignore[assignment]
+        super().after_step()
+
+    def beliefs(self) -> Beliefs:
+        return remembered(self.memory.mean(1), self.data)

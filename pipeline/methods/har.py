@@ -1,0 +1,195 @@
+"""Heteroskedastic adaptive regularisation (Cao et al., ICLR 2021).
+
+A first network, trained on half of the samples, is wrong on the other half more often in some classes than in others; rare
+classes and those get a stronger Lipschitz regulariser in the training proper:
+    L = L_ce + strength * mean_i r(label_i) * sum_l || dL_ce / dh_il ||,
+h_il being what normalisation layer l makes of sample i before its scale and shift. Needs gradients of gradients.
+B rows on this rank, K classes, N training samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipeline.config import Config
+from pipeline.data import order
+from pipeline.data.batch import Batch, Pass, TrainingSet
+from pipeline.data.randoms import keyed_generator
+from pipeline.losses import cross_entropy
+from pipeline.methods import options
+from pipeline.methods.base import OneNetwork, Stage
+from pipeline.methods.ldam import class_weights
+from pipeline.models.network import Network
+from pipeline.survey import Survey
+from pipeline.world import World
+from shards.settings import UserError
+
+PROBE, MAIN = 0, 1
+_SPLIT = 0x4A1F  # keeps this draw apart from other uses of the seed
+
+
+def halves(data: TrainingSet) -> np.ndarray:
+    """(N,) bool: the held-out half, drawn class by class; of an odd number the greater part is trained on."""
+    shuffled = keyed_generator(data.seed, _SPLIT).permutation(len(data))
+    held = np.zeros(len(data), bool)
+    held[shuffled] = order.occurrence(data.given[shuffled]) % 2 == 1
+    return held
+
+
+def class_strengths(
+    wrong_K: Tensor, held_K: Tensor, counts_K: Tensor, error_power: float, count_power: float
+) -> Tensor:
+    """(K,) between 0 and 1. A class nobody was held out of counts as always wrong; one without samples gets 0."""
+    error = torch.where(held_K > 0, wrong_K / held_K.clamp_min(1), 1.0)
+    raw = error**error_power / counts_K.clamp_min(1) ** count_power * (counts_K > 0)
+    return (raw / raw.max().clamp_min(1e-12)).float()
+
+
+class HAR(OneNetwork):
+    strengths: Tensor  # (K,)
+    probed: Tensor  # bool: whether the main network is in charge
+
+    def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
+        super().__init__(config, data, world)
+        assert isinstance(config.method, options.HAR)
+        self.options = config.method
+        _refuse_what_has_no_second_gradient(config, world)
+        self.probe = Network(config.model, data.classes)
+        self.held = halves(data)
+        self.register_buffer("strengths", torch.zeros(data.classes))
+        self.register_buffer("weights", class_weights(data.counts, self.options.beta))
+        self.register_buffer("probed", torch.zeros((), dtype=torch.bool))
+        if not self._norms():
+            raise UserError(
+                f"model.backbone: har regularises batch or group normalisations and finds none in {config.model.backbone}. Choose another backbone or method."
+            )
+
+    # -- the plan -------------------------------------------------------------------------------------------------------
+
+    def stages(self) -> list[Stage]:
+        epochs = self.config.train.epochs
+        probe = Stage("probe", epochs=max(1, round(self.options.probe_part * epochs)), trainable=("probe.",))
+        return [probe, Stage("train", epochs=epochs, trainable=("network.",))]
+
+    def enter(self, stage: int, epoch: int) -> None:
+        super().enter(stage, epoch)
+        self.probed.fill_(stage == MAIN)
+
+    def passes(self) -> list[Pass]:
+        if self.stage == PROBE:
+            return [Pass(self.data.shuffled(self.tick(), np.flatnonzero(~self.held)))]
+        return super().passes()
+
+    @property
+    def judge(self) -> Network:
+        return super().judge if self.probed else self.probe
+
+    def after_step(self) -> None:
+        if self.stage == MAIN:
+            super().after_step()
+
+    # -- how strongly to smooth each class ------------------------------------------------------------------------------
+
+    def wants_survey(self) -> bool:
+        return self.stage == MAIN and self.epoch == 0
+
+    def survey_outputs(self, images: Tensor) -> dict[str, Tensor]:
+        return {"probe": self.probe(images)[1]}
+
+    def begin_epoch(self, survey: Survey | None) -> None:
+        if survey is None:
+            return
+        index = survey.index.cpu()
+        label = torch.from_numpy(self.data.given)[index].to(survey.index.device, torch.long)
+        held = torch.from_numpy(self.held)[index].to(label.device).double()
+        wrong = (survey["probe"].argmax(1) != label).double() * held
+        sums = torch.zeros(2, self.data.classes, dtype=torch.float64, device=label.device)
+        wrong_K, held_K = self.world.sum(sums.index_add_(1, label, torch.stack([wrong, held])))
+        counts = torch.from_numpy(self.data.counts).to(label.device)
+        self.strengths.copy_(
+            class_strengths(wrong_K, held_K, counts, self.options.error_power, self.options.count_power)
+        )
+
+    # -- how it is trained ----------------------------------------------------------------------------------------------
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        if self.stage == PROBE:
+            loss = cross_entropy(self.probe(batch.views["weak"])[1], batch.label, batch.valid, self.world)
+            return {"loss": loss, "ce": loss}
+        late = self.epoch >= round(self.options.reweight_start * self.config.train.epochs)
+        weight = batch.valid * self.weights[batch.label] if late else batch.valid  # type: ignore[index]
+        with self._watched() as outputs:
+            _, logits = self.network(batch.views["weak"])
+        loss_B = F.cross_entropy(logits.float(), batch.label, reduction="none")
+        ce = self.world.mean_over(loss_B, weight)
+        har = self._regulariser(loss_B, weight, outputs, batch)
+        return {"loss": ce + self.options.strength * har, "ce": ce, "har": har}
+
+    def _regulariser(self, loss_B: Tensor, weight_B: Tensor, outputs: list[Tensor], batch: Batch) -> Tensor:
+        """The gradients belong to the MEAN loss of the global batch; they are taken of the sum and divided afterwards,
+        which half precision stands better and which is the same on any number of ranks and micro-batches.
+        """
+        with torch.autocast(loss_B.device.type, enabled=False):
+            gradients = torch.autograd.grad((loss_B * weight_B).sum(), outputs, create_graph=True)
+            norms_B = torch.zeros_like(loss_B)
+            for layer, gradient in zip(self._norms(), gradients):
+                gradient = gradient.float()
+                if layer.weight is not None:  # from behind the layer's scale to before it
+                    gradient = gradient * layer.weight[:, None, None]
+                # The root of zero has no derivative.
+                norms_B = norms_B + (gradient.flatten(1).square().sum(1) + 1e-12).sqrt()
+            total = self.world.sum(weight_B.sum()).clamp_min(1e-8)
+            return (
+                self.world.mean_over(self.strengths[batch.label] * norms_B, batch.valid) / total * batch.share
+            )
+
+    def _norms(self) -> list[nn.BatchNorm2d | nn.GroupNorm]:
+        """The normalisations of the residual blocks: all but the stem's."""
+        return [m for m in self.network.backbone.modules() if isinstance(m, nn.BatchNorm2d | nn.GroupNorm)][
+            1:
+        ]
+
+    @contextmanager
+    def _watched(self) -> Iterator[list[Tensor]]:
+        """Collects the outputs of the normalisation layers, in the order of `_norms`."""
+        outputs: dict[int, Tensor] = {}
+
+        def keep(number: int, output: Tensor) -> Tensor:
+            outputs[number] = output
+            return output.clone()  # what follows may work in place
+
+        # timm joins normalisation and activation in one module; `drop` is what lies between them.
+        points = [getattr(layer, "drop", layer) for layer in self._norms()]
+        handles = [
+            p.register_forward_hook(lambda _m, _i, out, n=n: keep(n, out)) for n, p in enumerate(points)
+        ]
+        try:
+            kept: list[Tensor] = []
+            yield kept
+            kept.extend(outputs[n] for n in range(len(points)))
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _refuse_what_has_no_second_gradient(config: Config, world: World) -> None:
+    model = config.model
+    problems = {
+        "model.compile=false": model.compile,
+        "model.checkpoint_activations=false": model.checkpoint_activations,
+        "model.sync_batchnorm=false (or model.norm=group)": model.sync_batchnorm
+        and world.size > 1
+        and world.device.type == "cuda"
+        and (model.backbone != "preact_resnet18" or model.norm == "batch"),
+    }
+    fixes = [fix for fix, wrong in problems.items() if wrong]
+    if fixes:
+        raise UserError(
+            f"har takes gradients of gradients, which these settings do not allow. Set {' and '.join(fixes)}."
+        )

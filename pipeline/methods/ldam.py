@@ -1,0 +1,73 @@
+"""LDAM and LDAM-DRW (Cao et al., NeurIPS 2019): margins that grow as a class gets rarer, and late class weights.
+
+Counts are those of the given labels. B rows on this rank, K classes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pipeline.config import Config
+from pipeline.data.batch import Batch, TrainingSet
+from pipeline.losses import cross_entropy, full_precision
+from pipeline.methods import options
+from pipeline.methods.base import OneNetwork
+from pipeline.world import World
+
+
+def class_margins(counts_K: np.ndarray, largest: float) -> Tensor:
+    """(K,) margins in proportion to count^(-1/4), `largest` for the rarest class that has samples; 0 for absent ones."""
+    present = counts_K > 0
+    raw = np.where(present, np.maximum(counts_K, 1) ** -0.25, 0.0)
+    return torch.from_numpy(largest * raw / max(raw.max(initial=0), 1e-12)).float()
+
+
+def class_weights(counts_K: np.ndarray, beta: float) -> Tensor:
+    """(K,) one over the effective number of samples, with mean 1 over the classes that have samples; 0 for absent ones."""
+    present = counts_K > 0
+    counts = np.maximum(counts_K, 1).astype(np.float64)
+    effective = (1 - beta**counts) / (1 - beta) if beta < 1 else counts
+    raw = np.where(present, 1 / effective, 0.0)
+    return torch.from_numpy(raw * present.sum() / max(raw.sum(), 1e-12)).float()
+
+
+@full_precision
+def margin_logits(cosine_BK: Tensor, label_B: Tensor, margins_K: Tensor, scale: float) -> Tensor:
+    """Scaled cosines; the label's own has to win by its class's margin."""
+    handicap = F.one_hot(label_B, len(margins_K)) * margins_K[label_B][:, None]
+    return scale * (cosine_BK - handicap)
+
+
+class LDAM(OneNetwork):
+    margins: Tensor  # (K,)
+    weights: Tensor  # (K,)
+
+    def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
+        super().__init__(config, data, world, cosine=True)
+        assert isinstance(config.method, options.LDAM)
+        self.options = config.method
+        self.register_buffer("margins", class_margins(data.counts, self.options.max_margin))
+        self.register_buffer("weights", torch.ones(data.classes))
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        _, cosine = self.network(batch.views["weak"])
+        logits = margin_logits(cosine, batch.label, self.margins, self.options.scale)
+        loss = cross_entropy(logits, batch.label, batch.valid * self.weights[batch.label], self.world)
+        return {"loss": loss}
+
+    def scores(self, images: Tensor) -> dict[str, Tensor]:
+        """Without margins, but with the scale: its softmax is what was trained."""
+        return {"cosine": self.options.scale * self.judge(images)[1].float()}
+
+
+class LDAMDRW(LDAM):
+    def enter(self, stage: int, epoch: int) -> None:
+        super().enter(stage, epoch)
+        assert isinstance(self.options, options.LDAMDRW)
+        late = epoch >= round(self.options.reweight_start * self.config.train.epochs)
+        self.weights.copy_(
+            class_weights(self.data.counts, self.options.beta) if late else torch.ones(self.data.classes)
+        )

@@ -1,0 +1,94 @@
+"""MentorNet with its predefined curriculum (Jiang et al., ICML 2018), as the closed-form rule the mentor is taught.
+
+All samples at first; then those whose loss lies below a moving percentile of the losses; in the end those above it fade out
+linearly. B rows on this rank, N training samples.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pipeline import mixing
+from pipeline.config import Config
+from pipeline.data.batch import Batch, TrainingSet
+from pipeline.losses import full_precision
+from pipeline.methods import options
+from pipeline.methods.base import Beliefs, OneNetwork
+from pipeline.methods.memory import remember
+from pipeline.world import World
+
+DROPOUT = 1  # purpose of random numbers
+
+
+@full_precision
+def quantile(values_G: Tensor, valid_G: Tensor, part: float) -> Tensor:
+    """The `part` quantile of the valid values, linear between neighbours; 0 without any. Asks nothing of the host."""
+    ordered = torch.where(valid_G > 0, values_G, torch.inf).sort().values
+    last = (valid_G > 0).sum() - 1
+    position = (part * last).clamp_min(0)
+    low = position.floor().long()
+    high = torch.minimum(low + 1, last.clamp_min(0))
+    found = torch.lerp(ordered[low].double(), ordered[high].double(), position.double() - low).to(
+        values_G.dtype
+    )
+    return torch.where(last >= 0, found, 0)
+
+
+class MentorNet(OneNetwork):
+    moving: Tensor  # moving percentile of the losses; infinite before the first step
+    weight: Tensor  # (N,) when the sample was last seen
+    score: Tensor  # (N,) confidence in the given label, when it was last seen
+
+    def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
+        super().__init__(config, data, world)
+        assert isinstance(config.method, options.MentorNet)
+        self.options = config.method
+        self.register_buffer("moving", torch.tensor(torch.inf))
+        self.register_buffer("weight", torch.ones(len(data)))
+        self.register_buffer("score", torch.ones(len(data)))
+
+    @property
+    def progress(self) -> float:
+        return self.epoch / self.config.train.epochs
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        loss_B, loss_G, valid_G = self._losses(batch)
+        self._move(quantile(loss_G, valid_G, self.options.percentile))
+        weight = self._curriculum(loss_B.detach())
+        remember(self.weight, batch, weight, self.world)
+        remember(self.score, batch, torch.exp(-loss_B), self.world)
+        early = self.progress < self.options.dropout_part
+        seen = mixing.chances(batch, DROPOUT) >= (
+            self.options.dropout if early else self.options.dropout_late
+        )
+        loss = self.world.mean_over(loss_B, weight * seen * batch.valid)
+        return {"loss": loss, "moving_percentile": self.moving.clone()}
+
+    def _losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """(B,) of this rank with gradient; (G,) of all ranks, and which of them are real."""
+        _, logits = self.network(batch.views["weak"])
+        loss = F.cross_entropy(logits.float(), batch.label, reduction="none")
+        return (
+            loss,
+            self.world.gather_rows(loss.detach(), batch.rows),
+            self.world.gather_rows(batch.valid, batch.rows),
+        )
+
+    @torch.no_grad()
+    def _move(self, percentile: Tensor) -> None:
+        decay = self.options.decay
+        moved = torch.where(self.moving.isinf(), percentile, decay * self.moving + (1 - decay) * percentile)
+        self.moving.copy_(torch.where(moved.isfinite(), moved, self.moving))
+
+    def _curriculum(self, loss_B: Tensor) -> Tensor:
+        if self.progress < self.options.burn_in:
+            return torch.ones_like(loss_B)
+        beyond = loss_B - self.moving
+        if self.progress < self.options.soft_start:
+            return (beyond <= 0).float()
+        return (1 - beyond / self.options.soft_width).clamp(0, 1)
+
+    def beliefs(self) -> Beliefs:
+        return Beliefs(self.weight, None, self.weight >= 1, self.score)
