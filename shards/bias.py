@@ -51,7 +51,8 @@ def keep_rows(labels: NDArray[np.integer], rows: Ints, counts: Ints, shuffled: I
     order = shuffled[wanted[shuffled]]
     by_class = np.argsort(labels[order], kind="stable")
     starts = np.concatenate([[0], np.cumsum(counts_of(labels[order], len(counts)))])
-    return np.sort(np.concatenate([order[by_class[a : a + n]] for a, n in zip(starts, counts)]))
+    parts = [order[by_class[a : a + n]] for a, n in zip(starts, counts)]
+    return np.sort(np.concatenate([order[:0], *parts]))
 
 
 def transition(

@@ -26,7 +26,7 @@ from shards.plan import Plan, describe, make_plan
 from shards.progress import Progress
 from shards.settings import UserError, load, run
 from shards.sources import Collection, Log, Rejected, collect
-from shards.storage import Store
+from shards.storage import Store, store_at
 from shards.write import Job, Part, Task, load_part, shard_name, write_all
 
 RECORD = "build.json"
@@ -45,7 +45,7 @@ ABOUT = "Turn pictures into shards: webdataset tars or an FFCV file, a sample ta
 
 def ensure(config: BuildConfig, log: Log = print, rank: int = 0, world: int = 1) -> str:
     """Build the configured shards unless they are there; returns their URL."""
-    store = Store(config.place())
+    store = store_at(config.place())
     if config.url:
         if store.size(manifest.FILE) is None:
             raise UserError(
@@ -391,7 +391,7 @@ def main(argv: list[str]) -> int:
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     log: Log = print if rank == 0 else lambda text: None
     place = ensure(config, log, rank, world)
-    log(f"Finished shards: {Store(place)}. Look at them with: python -m shards.inspect {Store(place)}")
+    log(f"Finished shards: {store_at(place)}. Look at them with: python -m shards.inspect {store_at(place)}")
     return 0
 
 

@@ -1,20 +1,160 @@
-"""Local copies of remote shards."""
+"""Local copies of remote shards: whole, checked, bounded, shared by all processes of a machine.
+
+A copy is named by the sha256 of its content: one that is there may be damaged, but never stale.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from shards.config import CacheConfig
 from shards.manifest import FileInfo
-from shards.storage import Store
+from shards.settings import UserError
+from shards.storage import Store, patiently, redact
 
 
 class Cache:
-    def __init__(self, store: Store, config: CacheConfig, verify: bool) -> None:
+    """Files of a store as local paths. Of a local store: the files themselves."""
+
+    def __init__(self, store: Store, config: CacheConfig, verify: bool = True) -> None:
         self.store, self.config, self.verify = store, config, verify
+        self.folder = Path(config.folder or Path.home() / ".cache" / "evenhand" / "shards")
+        self._checked: set[str] = set()
+        self._plan: list[FileInfo] = []
+        self._place = 0  # in the plan: the next shard to be used
+        self._news = threading.Condition()
+        self._thread: threading.Thread | None = None
 
     def local(self, file: FileInfo) -> Path:
-        assert self.store.root is not None
-        return self.store.root / file.name
+        """A local path of the file, fetched if need be."""
+        if self.store.root is not None:
+            return self.store.root / file.name
+        path = self._fetch(file)
+        with self._news:
+            rest = [shard.sha256 for shard in self._plan[self._place :]]
+            if file.sha256 in rest:
+                self._place += rest.index(file.sha256) + 1
+                self._news.notify()
+        return path
 
-    def ahead(self, files: list[FileInfo]) -> None: ...
+    def ahead(self, files: list[FileInfo]) -> None:
+        """Fetch these, in this order, a few ahead of the one in use."""
+        if self.store.root is not None or not self.config.ahead:
+            return
+        with self._news:
+            self._plan, self._place = list(files), 0
+            self._news.notify()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._look_ahead, name="shards ahead", daemon=True)
+            self._thread.start()
+
+    def _look_ahead(self) -> None:
+        while True:
+            with self._news:
+                near = self._plan[self._place : self._place + self.config.ahead]
+                todo = next((file for file in near if file.sha256 not in self._checked), None)
+                if todo is None:
+                    self._news.wait()
+                    continue
+            try:
+                self._fetch(todo)
+            except Exception:  # whoever needs the shard meets the same trouble, and can say so
+                time.sleep(1)
+
+    # ------------------------------------------------------------------------------------- inside
+
+    def _path(self, file: FileInfo) -> Path:
+        return self.folder / f"{file.sha256}{Path(file.name).suffix}"
+
+    def _fetch(self, file: FileInfo) -> Path:
+        path = self._path(file)
+        if file.sha256 in self._checked and self._whole(path, file):
+            return path
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with self._alone(path):
+                if not (self._whole(path, file) and self._right(path, file)):
+                    self._download(path, file)
+        except OSError as error:
+            raise UserError(
+                f"No copy of {redact(self.store.at(file.name))} can be kept in {self.folder}: "
+                f"{error.strerror or error}. Make room there, or set the cache's folder and max_gb."
+            ) from None
+        self._checked.add(file.sha256)
+        with contextlib.suppress(OSError):
+            os.utime(path)  # the oldest go first
+        return path
+
+    @contextlib.contextmanager
+    def _alone(self, path: Path) -> Iterator[None]:
+        """One process of this machine fetches a shard, the others wait and find it there."""
+        with open(f"{path}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _whole(self, path: Path, file: FileInfo) -> bool:
+        try:
+            return path.stat().st_size == file.bytes
+        except FileNotFoundError:
+            return False
+
+    def _right(self, path: Path, file: FileInfo) -> bool:
+        if not self.verify:
+            return True
+        with open(path, "rb") as handle:
+            return hashlib.file_digest(handle, "sha256").hexdigest() == file.sha256
+
+    def _download(self, path: Path, file: FileInfo) -> None:
+        self._make_room(file)
+        temporary = path.with_suffix(f".{uuid.uuid4().hex}.tmp")
+        name = redact(self.store.at(file.name))
+
+        def attempt() -> None:
+            self.store.fetch(file.name, temporary)
+            got = temporary.stat().st_size
+            if got != file.bytes:
+                raise OSError(f"{got} of {file.bytes} bytes arrived")
+            if not self._right(temporary, file):
+                raise OSError("its sha256 is not that of the manifest")
+
+        try:
+            patiently(attempt, f"Shard {name}", self.config.deadline)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _make_room(self, file: FileInfo) -> None:
+        """Drop the copies used longest ago. A copy that some process has mapped stays readable there."""
+        budget = int(self.config.max_gb * 1e9)
+        if file.bytes > budget:
+            raise UserError(
+                f"A shard of {file.bytes / 1e9:.2f} GB does not fit a cache of {self.config.max_gb:g} GB. "
+                "Raise max_gb."
+            )
+        for leftover in self.folder.glob("*.tmp"):  # of processes that were killed
+            with contextlib.suppress(OSError):
+                if time.time() - leftover.stat().st_mtime > 2 * self.config.deadline:
+                    leftover.unlink()
+        copies = []
+        for path in self.folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if path.suffix not in (".lock", ".tmp"):
+                    copies.append((path.stat().st_mtime, path.stat().st_size, path))
+        copies.sort()
+        used = sum(size for _, size, _ in copies)
+        free = shutil.disk_usage(self.folder).free - int(self.config.reserve_gb * 1e9)
+        for _, size, path in copies:
+            if used + file.bytes <= budget and free >= file.bytes:
+                break
+            path.unlink(missing_ok=True)
+            Path(f"{path}.lock").unlink(missing_ok=True)
+            used, free = used - size, free + size

@@ -25,14 +25,14 @@ from shards.cache import Cache
 from shards.config import CacheConfig
 from shards.manifest import FileInfo, Manifest
 from shards.settings import UserError
-from shards.storage import Store
+from shards.storage import store_at
 
 EAGER_BYTES = 1 << 30
 _COLUMNS = ("shard", "offset", "size", "given", "true")
 
 
 def read_manifest(url: str) -> Manifest:
-    store = Store(url)
+    store = store_at(url)
     data = store.read(manifest.FILE, manifest.MAX_BYTES)
     if data is None:
         raise UserError(
@@ -48,7 +48,7 @@ def open_split(
     """One split of finished shards, checked as far as that is cheap."""
     about = read_manifest(url)
     if split not in about.splits:
-        raise UserError(f"{Store(url)} has no split '{split}'; it has {', '.join(about.splits)}.")
+        raise UserError(f"{store_at(url)} has no split '{split}'; it has {', '.join(about.splits)}.")
     return Split(url, split, about, cache or CacheConfig(), verify)
 
 
@@ -57,7 +57,7 @@ class Split:
 
     def __init__(self, url: str, name: str, about: Manifest, cache: CacheConfig, verify: bool) -> None:
         self.url, self.name, self.manifest, self.verify = url, name, about, verify
-        self.store = Store(url)
+        self.store = store_at(url)
         self.info = about.splits[name]
         self.classes = about.classes
         self.shard_sizes = [shard.samples for shard in self.info.shards] or [self.info.samples]
@@ -124,6 +124,8 @@ class Split:
     # ------------------------------------------------------------------------------------- inside
 
     def _check_sizes(self) -> None:
+        if self.store.url.startswith("http"):  # no listings there; what is fetched is checked when it arrives
+            return
         there = self.store.sizes()
         for file in [*self.info.shards, self.info.table]:
             if there.get(file.name) != file.bytes:
@@ -196,7 +198,17 @@ class Split:
             if self.verify and self.store.root and hashlib.sha256(view).hexdigest() != shard.sha256:
                 raise self._altered(shard.name)
             self._maps[number] = view
+            if self.store.root is None:
+                self._forget_maps()
             return view
+
+    def _forget_maps(self) -> None:
+        """A mapped copy keeps its disk space even if the cache drops it: hold no more than the cache may."""
+        held = sum(self.info.shards[number].bytes for number in self._maps)
+        while held > self._cache.config.max_gb * 1e9 and len(self._maps) > 1:
+            oldest = next(iter(self._maps))
+            held -= self.info.shards[oldest].bytes
+            del self._maps[oldest]  # closed when the last view of it is gone
 
     def _after_fork(self) -> None:
         # Maps survive a fork, a lock held by another thread at that moment does not.

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
+import random
 import re
+import shutil
+import tempfile
+import time
 import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from shards.settings import UserError
 
+T = TypeVar("T")
 SCHEMES = ("file", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hdfs", "http", "https")
 # Stores where an upload becomes visible whole or not at all; elsewhere a temporary name and a move do that.
 _ATOMIC = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
@@ -25,7 +33,7 @@ def redact(url: str) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _filesystem(scheme: str, authority: str, process: int) -> Any:
+def _filesystem(scheme: str, process: int) -> Any:
     # Keyed by process: a file system made before a fork must not be used after it.
     import fsspec
 
@@ -36,135 +44,236 @@ def _filesystem(scheme: str, authority: str, process: int) -> Any:
         raise UserError(f"{scheme}:// needs another package: {error}{extra}.") from None
 
 
-class Store:
-    """Files in one place. Names are plain or one level deep (`.build/x`)."""
+def patiently(action: Callable[[], T], what: str, deadline: float = 60.0) -> T:
+    """Do it, again with growing pauses if it fails, until the deadline; what cannot improve fails at once."""
+    end = time.monotonic() + deadline
+    pause = 0.25
+    while True:
+        try:
+            return action()
+        except UserError:
+            raise
+        except FileNotFoundError:
+            raise UserError(f"{what} is missing. Check the address.") from None
+        except Exception as error:
+            text = f"{error or type(error).__name__}"
+            if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
+                raise UserError(
+                    f"{what} may not be read or written: {text}. Check the credentials."
+                ) from None
+            if getattr(error, "errno", None) == errno.ENOSPC:
+                raise
+            if time.monotonic() + pause > end:
+                raise UserError(
+                    f"{what} could not be had within {deadline:g} s: {text}. Try again later."
+                ) from None
+        time.sleep(pause * random.uniform(0.5, 1.5))
+        pause = min(pause * 2, 15.0)
+
+
+class Store(ABC):
+    """Files in one place; names are plain or one level deep (`.build/x`). Made by `store_at`."""
+
+    root: Path | None = None  # the folder, if it is local
 
     def __init__(self, url: str) -> None:
-        scheme = urlsplit(url).scheme if "://" in url else ""
-        if scheme and scheme not in SCHEMES:
-            raise UserError(
-                f"'{redact(url)}': shards are not read from {scheme}:// URLs. Known: {', '.join(SCHEMES)}."
-            )
-        if not scheme and re.match(r"[a-z]+:", url):
-            raise UserError(
-                f"'{redact(url)}' is neither a folder nor a URL. Write a path, or s3://bucket/folder."
-            )
-        if scheme and "@" in urlsplit(url).netloc:
-            raise UserError(
-                f"{redact(url)} carries a password. Give credentials by environment variables instead."
-            )
-        self.scheme = "" if scheme == "file" else scheme
-        self.url = urlsplit(url).path if scheme == "file" else url.rstrip("/")
-        self.root = Path(self.url) if not self.scheme else None
+        self.url = url
 
     def __repr__(self) -> str:
         return redact(self.url)
 
-    @property
-    def fs(self) -> Any:
-        return _filesystem(self.scheme, urlsplit(self.url).netloc, os.getpid())
-
     def at(self, name: str) -> str:
         return f"{self.url}/{name}" if name else self.url
 
+    @abstractmethod
     def size(self, name: str) -> int | None:
         """Bytes of a file, None if there is none."""
-        try:
-            return (
-                (self.root / name).stat().st_size if self.root else int(self.fs.info(self.at(name))["size"])
-            )
-        except (FileNotFoundError, NotADirectoryError):
-            return None
 
+    @abstractmethod
     def sizes(self, folder: str = "") -> dict[str, int]:
         """Names and sizes of all files in a folder, by one listing."""
-        if self.root:
-            try:
-                with os.scandir(self.root / folder) as entries:
-                    return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-            except (FileNotFoundError, NotADirectoryError):
-                return {}
-        self.fs.invalidate_cache()
-        try:
-            found = self.fs.ls(self.at(folder), detail=True)
-        except FileNotFoundError:
-            return {}
-        return {item["name"].rsplit("/", 1)[-1]: item["size"] for item in found if item["type"] == "file"}
+
+    @abstractmethod
+    def _bytes(self, name: str) -> bytes: ...
 
     def read(self, name: str, limit: int) -> bytes | None:
         """All bytes of a small file, None if there is none."""
         size = self.size(name)
-        if size is None:
-            return None
-        if size > limit:
+        if size is not None and size > limit:
             raise UserError(
                 f"{redact(self.at(name))} has {size} bytes, more than any such file should. Check the path."
             )
         try:
-            return (self.root / name).read_bytes() if self.root else self.fs.cat_file(self.at(name))
+            return None if size is None else self._bytes(name)
         except FileNotFoundError:
             return None
 
+    @abstractmethod
     def write(self, name: str, data: bytes) -> None:
         """A small file, all of it or nothing."""
-        if self.root:
-            temporary = self.temporary()
-            with open(temporary, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            self.publish(temporary, name)
-        elif self.scheme in _ATOMIC:
-            self.fs.pipe_file(self.at(name), data)
-        else:
-            temporary_name = self.at(f".build/{uuid.uuid4().hex}.tmp")
-            self.fs.pipe_file(temporary_name, data)
-            self._move(temporary_name, name)
+
+    @abstractmethod
+    def temporary(self) -> Path:
+        """A fresh local path to write to before publishing."""
+
+    @abstractmethod
+    def publish(self, local: Path, name: str) -> None:
+        """Give a finished temporary file its name here; it appears whole."""
+
+    @abstractmethod
+    def fetch(self, name: str, local: Path) -> None:
+        """One try to copy a file here to a local path."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None: ...
+
+    @abstractmethod
+    def remove_folder(self, name: str) -> None: ...
+
+
+class LocalStore(Store):
+    root: Path
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.root = Path(path)
+
+    def size(self, name: str) -> int | None:
+        try:
+            return (self.root / name).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        try:
+            with os.scandir(self.root / folder) as entries:
+                return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+
+    def _bytes(self, name: str) -> bytes:
+        return (self.root / name).read_bytes()
+
+    def write(self, name: str, data: bytes) -> None:
+        temporary = self.temporary()
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        self.publish(temporary, name)
 
     def temporary(self) -> Path:
-        """A fresh local path to write to before publishing; beside the target if that is local."""
-        import tempfile
-
-        folder = self.root / ".build" if self.root else Path(tempfile.gettempdir())
+        folder = self.root / ".build"  # on the disk of the target, so that publishing is a rename
         folder.mkdir(parents=True, exist_ok=True)
         return folder / f"{uuid.uuid4().hex}.tmp"
 
     def publish(self, local: Path, name: str) -> None:
-        """Give a finished local file its name here; it appears whole."""
-        if self.root:
-            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
-            os.replace(local, self.root / name)
-            return
+        os.replace(local, self.root / name)
+
+    def fetch(self, name: str, local: Path) -> None:
+        shutil.copyfile(self.root / name, local)
+
+    def remove(self, name: str) -> None:
+        (self.root / name).unlink(missing_ok=True)
+
+    def remove_folder(self, name: str) -> None:
+        shutil.rmtree(self.root / name, ignore_errors=True)
+
+
+class RemoteStore(Store):
+    def __init__(self, url: str, scheme: str) -> None:
+        super().__init__(url.rstrip("/"))
+        self.scheme = scheme
+
+    @property
+    def fs(self) -> Any:
+        return _filesystem(self.scheme, os.getpid())
+
+    def _patiently(self, action: Callable[[], T], name: str) -> T:
+        return patiently(action, redact(self.at(name)))
+
+    def size(self, name: str) -> int | None:
+        def ask() -> int | None:
+            try:
+                return int(self.fs.info(self.at(name), **self._fresh)["size"])
+            except FileNotFoundError:
+                return None
+
+        return self._patiently(ask, name)
+
+    @property
+    def _fresh(self) -> dict[str, bool]:
+        return {"refresh": True} if self.scheme in ("s3", "s3a") else {}
+
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        def ask() -> list[dict[str, Any]]:
+            try:
+                self.fs.invalidate_cache()
+                return self.fs.ls(self.at(folder), detail=True)
+            except FileNotFoundError:
+                return []
+
+        found = self._patiently(ask, folder)
+        return {item["name"].rsplit("/", 1)[-1]: item["size"] for item in found if item["type"] == "file"}
+
+    def _bytes(self, name: str) -> bytes:
+        return self._patiently(lambda: self.fs.cat_file(self.at(name)), name)
+
+    def write(self, name: str, data: bytes) -> None:
         if self.scheme in _ATOMIC:
-            self.fs.put_file(str(local), self.at(name))
-        else:
-            temporary_name = self.at(f".build/{uuid.uuid4().hex}.tmp")
-            self.fs.makedirs(self.at(".build"), exist_ok=True)
-            self.fs.put_file(str(local), temporary_name)
-            self._move(temporary_name, name)
+            self._patiently(lambda: self.fs.pipe_file(self.at(name), data), name)
+            return
+        temporary = self.temporary()
+        temporary.write_bytes(data)
+        self.publish(temporary, name)
+
+    def temporary(self) -> Path:
+        return Path(tempfile.gettempdir()) / f"evenhand-{uuid.uuid4().hex}.tmp"
+
+    def publish(self, local: Path, name: str) -> None:
         sent = local.stat().st_size
-        self.fs.invalidate_cache()
-        if self.size(name) != sent:
-            raise OSError(
-                f"{redact(self.at(name))} did not arrive whole ({self.size(name)} of {sent} bytes)."
-            )
+
+        def attempt() -> None:
+            if self.scheme in _ATOMIC:
+                self.fs.put_file(str(local), self.at(name))
+            else:
+                self.fs.makedirs(self.at(".build"), exist_ok=True)
+                temporary = self.at(f".build/{uuid.uuid4().hex}.tmp")
+                self.fs.put_file(str(local), temporary)
+                self.fs.mv(temporary, self.at(name))
+            arrived = self.size(name)
+            if arrived != sent:
+                raise OSError(f"{arrived} of {sent} bytes arrived")
+
+        self._patiently(attempt, name)
         local.unlink()
 
-    def _move(self, temporary: str, name: str) -> None:
-        self.fs.mv(temporary, self.at(name))
+    def fetch(self, name: str, local: Path) -> None:
+        self.fs.get_file(self.at(name), str(local))
 
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            if self.root:
-                (self.root / name).unlink()
-            else:
-                self.fs.rm_file(self.at(name))
+            self.fs.rm_file(self.at(name))
 
     def remove_folder(self, name: str) -> None:
-        if self.root:
-            import shutil
-
-            shutil.rmtree(self.root / name, ignore_errors=True)
-            return
         with contextlib.suppress(FileNotFoundError):
             self.fs.rm(self.at(name), recursive=True)
+
+
+def store_at(url: str) -> Store:
+    """The place a folder or URL names; refuses what could run something or carries a password."""
+    scheme = urlsplit(url).scheme if "://" in url else ""
+    if scheme and scheme not in SCHEMES:
+        known = ", ".join(SCHEMES)
+        raise UserError(f"'{redact(url)}': shards are not read from {scheme}:// URLs. Known: {known}.")
+    if not scheme and re.match(r"[a-z]+:", url):
+        raise UserError(
+            f"'{redact(url)}' is neither a folder nor a URL. Write a path, or s3://bucket/folder."
+        )
+    if scheme and "@" in urlsplit(url).netloc:
+        raise UserError(
+            f"{redact(url)} carries a password. Give credentials by environment variables instead."
+        )
+    if scheme in ("", "file"):
+        return LocalStore(urlsplit(url).path if scheme else url)
+    return RemoteStore(url, scheme)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from shards.picture import Rules, admit
 from shards.sources import Reader, Rejected
-from shards.storage import Store
+from shards.storage import Store, store_at
 from shards.tar import TarWriter
 
 # What is known of a shard when it is written, until the manifest is: one row for each planned sample.
@@ -109,7 +109,7 @@ def load_part(store: Store, shard: str) -> Part | None:
 
 def write_shard(task: Task, job: Job, step: Callable[[int], None]) -> None:
     """Fetch, check, perhaps shrink, and store the samples of a task; rejected ones are left out and noted."""
-    store = Store(job.url)
+    store = store_at(job.url)
     names = [json.dumps(name, ensure_ascii=False) for name in job.classes]
     columns: dict[str, list[Any]] = {field: [] for field in PART.names}
     temporary = store.temporary()

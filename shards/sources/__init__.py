@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -37,6 +37,13 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.given)
+
+    def names(self) -> list[str]:
+        out: list[Any] = self.keys.to_pylist()
+        return out
+
+    def take(self, chosen: NDArray[np.bool_]) -> Rows:
+        return Rows(self.keys.filter(pa.array(chosen)), self.given[chosen], self.true[chosen])
 
 
 @dataclass(frozen=True)

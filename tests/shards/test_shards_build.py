@@ -114,8 +114,8 @@ def test_tars_are_plain_and_in_order(digits: Path) -> None:
     assert len(names) == 200
 
 
-def test_same_options_same_bytes_with_any_number_of_writers(digits: Path, tmp_path: Path) -> None:
-    make(tmp_path / "again", shard_samples=100, writers=2)
+def test_same_options_same_bytes(digits: Path, tmp_path: Path) -> None:
+    make(tmp_path / "again", shard_samples=100)
     assert contents(tmp_path / "again") == contents(digits)
 
 
@@ -195,20 +195,25 @@ def test_biased_collections_are_left_as_they_are_unless_asked() -> None:
     ],
 )
 def test_wrong_options_end_with_a_sentence_and_nothing_written(
-    arguments: list[str], sentence: str, tmp_path: Path
+    arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-m", "shards.build", *arguments],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2, done.stderr
-    assert sentence in done.stderr
-    assert "Traceback" not in done.stderr
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        building.main(arguments)
+    assert sentence in str(caught.value)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_the_command_ends_with_code_2_one_sentence_and_without_torch(tmp_path: Path) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "shards.build", "rhoo=3"]
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "error: There is no setting 'rhoo'. Did you mean 'rho'?" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "| torch" not in done.stderr
 
 
 class TestDamage:

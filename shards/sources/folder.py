@@ -1,0 +1,90 @@
+"""One folder for each class, pictures anywhere below it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from shards import bias
+from shards.config import BuildConfig
+from shards.settings import UserError
+from shards.sources import Collection, Log, Rows
+from shards.sources.files import FileReader, is_text, shown, walk
+
+_SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test"}
+
+
+def class_folders(root: Path) -> list[str]:
+    """Names of the class folders, sorted."""
+    if not root.is_dir():
+        raise UserError(f"There is no folder {root}. path must name a folder with one folder for each class.")
+    names = sorted(
+        entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith(".")
+    )
+    for name in names:
+        if not is_text(name):
+            raise UserError(
+                f"The class folder '{shown(name)}' in {root} has a name that is not UTF-8. Rename it."
+            )
+    return names
+
+
+def scan(root: Path, classes: list[str], split: str, log: Log) -> tuple[Rows, list[tuple[str, str, str]]]:
+    """The pictures of the given class folders."""
+    keys: list[pa.Array] = []
+    labels: list[NDArray[np.int32]] = []
+    rejected: list[tuple[str, str, str]] = []
+    ignored = 0
+    for number, name in enumerate(classes):
+        found = walk(root, name) if (root / name).is_dir() else None
+        if found is None:
+            continue
+        keys.append(pa.array(found.keys, pa.string()))
+        labels.append(np.full(len(found.keys), number, np.int32))
+        rejected += [(split, key, reason) for key, reason in found.rejected]
+        ignored += found.ignored
+    if ignored:
+        log(f"{root}: {ignored} files are not JPEG, PNG or WebP by name and were left out.")
+    given = np.concatenate([*labels, np.zeros(0, np.int32)])
+    joined = pa.concat_arrays([*keys, pa.array([], pa.string())])
+    return Rows(joined, given, np.full(len(given), -1, np.int32)), rejected
+
+
+def split_off(rows: Rows, classes: int, config: BuildConfig) -> dict[str, Rows]:
+    """Hold out a stratified, seeded part as the test split."""
+    shuffled = bias.generator(config.validation_seed, "held out").permutation(len(rows))
+    test = bias.hold_out(rows.given, np.arange(len(rows)), classes, config.validation_fraction, shuffled)
+    held = np.isin(np.arange(len(rows)), test)
+    return {"train": rows.take(~held), "test": rows.take(held)}
+
+
+def collect(config: BuildConfig, log: Log) -> Collection:
+    root = Path(config.path)
+    classes = class_folders(root)
+    if len(classes) > 1 and set(classes) <= _SPLIT_NAMES:
+        first = next((name for name in classes if name.startswith("train")), classes[0])
+        other = next(name for name in classes if name != first)
+        raise UserError(
+            f"{root} holds the folders {', '.join(classes)}: these look like splits, not classes. "
+            f"Set path={root / first} validation_path={root / other}."
+        )
+    rows, rejected = scan(root, classes, "train", log)
+    roots = {"train": str(root), "test": config.validation_path or str(root)}
+    if config.validation_path:
+        unknown = set(class_folders(Path(config.validation_path))) - set(classes)
+        if unknown:
+            raise UserError(
+                f"{config.validation_path} holds the class '{min(unknown)}', which {root} does not have. "
+                "Both need the same class folders."
+            )
+        test, more = scan(Path(config.validation_path), classes, "test", log)
+        splits, rejected = {"train": rows, "test": test}, rejected + more
+    else:
+        splits = split_off(rows, len(classes), config)
+    return Collection(
+        "folder", classes, splits, FileReader(roots, int(config.max_picture_mb * 1e6)), rejected
+    )

@@ -1,0 +1,180 @@
+"""Killed at any moment, started again, on any number of ranks: the same bytes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Build, fill
+
+from shards import build as building
+from shards import write as writing
+from shards.reader import open_split
+from shards.settings import UserError
+
+ROOT = str(Path(__file__).parents[2])
+
+
+def contents(folder: str | Path) -> dict[str, bytes]:
+    names = sorted(path for path in Path(folder).rglob("*") if path.is_file() and path.name != "build.json")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in names}
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> dict[str, object]:
+    root = fill(tmp_path / "in", {"ant": 60, "bee": 40})
+    (root / "ant" / "007.jpg").write_bytes(b"bad")  # so that there is a second round
+    return {
+        "source": "folder",
+        "path": str(root),
+        "shard_samples": 10,
+        "noise": 0.2,
+        "rho": 1.5,
+        "max_rejected": 0.1,
+    }
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_killed_at_every_step_and_started_again(
+    options, build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each start may change three files, then it is stopped; at the end the bytes are the same."""
+    wanted = contents(build("undisturbed", **options))
+    from shards.storage import LocalStore
+
+    publish = LocalStore.publish
+    written: list[str] = []
+    budget = 0
+
+    def counted(self, local, name):
+        nonlocal budget
+        if budget == 0:
+            raise Killed
+        budget -= 1
+        if name.endswith(".tar"):
+            written.append(name)
+        publish(self, local, name)
+
+    monkeypatch.setattr(LocalStore, "publish", counted)
+    for _ in range(100):
+        budget = 3
+        try:
+            url = build("killed", **options)
+            break
+        except Killed:
+            assert not (Path(build.tmp) / "killed" / "manifest.json").exists()
+    assert contents(url) == wanted
+    # Finished shards were not written again: 12 shards, and the one or two that a bad picture changed.
+    assert len(written) <= 12 + 3
+
+
+def start(arguments: list[str], **environment: str) -> subprocess.Popen:
+    env = os.environ | {"PYTHONPATH": ROOT} | environment
+    return subprocess.Popen(
+        [sys.executable, "-m", "shards.build", *arguments], env=env, stderr=subprocess.PIPE
+    )
+
+
+def until(condition: Callable[[], object], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def words(options: dict[str, object], output: Path) -> list[str]:
+    return [f"{key}={value}" for key, value in {**options, "output": output}.items()]
+
+
+def test_a_killed_process_leaves_no_workers_and_the_rest_is_done_later(tmp_path: Path, build: Build) -> None:
+    options = {
+        "source": "folder",
+        "path": str(fill(tmp_path / "in", {"ant": 300, "bee": 300})),
+        "shard_samples": 5,
+        "resize": 8,
+    }
+    wanted = contents(build("undisturbed", **options))
+    process = start(words(options | {"writers": 2}, tmp_path / "killed"))
+    until(lambda: len(list((tmp_path / "killed").glob("*.tar"))) >= 5)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "killed" / "manifest.json").exists()
+    until(lambda: not any(_alive(int(child)) for child in children), 20)
+    assert contents(build("killed", **options)) == wanted
+
+
+def _alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_changed_input_is_not_mixed_with_the_old(
+    options, build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(self, plans):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(building.Build, "_finish", stop)
+        with pytest.raises(Killed):
+            build("out", **options)
+    fill(Path(str(options["path"])), {"cow": 20})
+    wanted = contents(build("fresh", **options))
+    assert contents(build("out", **options)) == wanted
+
+
+@pytest.mark.dist
+def test_ranks_write_their_share_and_one_manifest(options, tmp_path: Path, build: Build) -> None:
+    wanted = contents(build("alone", **options))
+    ranks = [start(words(options, tmp_path / "shared"), RANK=str(rank), WORLD_SIZE="3") for rank in (2, 1, 0)]
+    for process in ranks:
+        assert process.wait(120) == 0, process.stderr.read().decode()
+    assert contents(tmp_path / "shared") == wanted
+
+
+def test_a_rank_that_waits_in_vain_says_so(
+    options, build: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(building, "PATIENCE", 0.3)
+    from shards.build import ensure
+    from shards.config import BuildConfig
+
+    config = BuildConfig.model_validate({**options, "output": str(tmp_path / "out")})
+    with pytest.raises(UserError, match="in vain for the other ranks to write their shards"):
+        ensure(config, print, rank=0, world=2)
+
+
+def test_a_full_disk_is_a_sentence_and_finished_shards_are_kept(
+    options, build: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wanted = contents(build("undisturbed", **options))
+    add = writing.TarWriter.add
+    room = 35
+
+    def full(self, *arguments):
+        nonlocal room
+        room -= 1
+        if room < 0:
+            raise OSError(28, "No space left on device")
+        return add(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writing.TarWriter, "add", full)
+        with pytest.raises(UserError, match=r"No space left on device.*run the same command again"):
+            build("out", **options)
+    assert len(list((tmp_path / "out").glob("*.tar"))) == 3
+    assert not list((tmp_path / "out" / ".build").glob("*.tmp"))
+    assert contents(build("out", **options)) == wanted
+    assert len(open_split(str(tmp_path / "out"))) > 0

