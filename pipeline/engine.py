@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -21,8 +21,18 @@ class Engine(Protocol):
     def train_only(self, prefixes: tuple[str, ...]) -> None: ...
     def step(self, batch: Batch, lr: float) -> dict[str, Tensor]: ...
     def bad_steps(self) -> int: ...
+
+    # All ranks call these together. What they give and take knows neither the number of ranks nor the engine.
     def state(self) -> dict[str, Any]: ...
     def load(self, state: dict[str, Any]) -> None: ...
+    def weights(self) -> dict[str, Tensor]: ...
+    def load_weights(self, weights: dict[str, Tensor]) -> None: ...
+
+    def idle_forward(self, look: Callable[[Tensor], Any]) -> None:
+        """Called by a rank without pictures while others look at some."""
+
+    def close(self) -> None:
+        """Leave the method with whole weights and free of the engine."""
 
 
 def autocast_for(precision: str, device: torch.device) -> torch.autocast:
@@ -54,17 +64,19 @@ class TorchEngine:
     def _new_optimizer(self) -> torch.optim.SGD:
         optim = self.config.optim
         # Fused, because a fused step can be skipped on the device (found_inf) without asking the host.
-        return torch.optim.SGD(
-            [p for _, p in learnable(self.method)], optim.lr, optim.momentum, weight_decay=optim.weight_decay, fused=True
-        )
+        parameters = [p for _, p in learnable(self.method)]
+        optimizer = torch.optim.SGD(parameters, optim.lr, optim.momentum, weight_decay=optim.weight_decay, fused=True)
+        for p in parameters:  # a first momentum of zero is what SGD starts from; parts may join in a later stage
+            optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        return optimizer
 
     def begin_stage(self, stage: Stage, resuming: bool) -> None:
         if stage.fresh_optimizer and not resuming:
             self.optimizer = self._new_optimizer()
-        if stage.optim is not None:
-            for group in self.optimizer.param_groups:
-                group.update(momentum=stage.optim.momentum, weight_decay=stage.optim.weight_decay)
-        self.clip = (stage.optim or self.config.optim).clip
+        optim = stage.optim or self.config.optim
+        for group in self.optimizer.param_groups:
+            group.update(momentum=optim.momentum, weight_decay=optim.weight_decay)
+        self.clip = optim.clip
         self.train_only(stage.trainable)
 
     def train_only(self, prefixes: tuple[str, ...]) -> None:
@@ -80,7 +92,7 @@ class TorchEngine:
             self.wrapped = DistributedDataParallel(
                 self.method,
                 device_ids=[self.world.local_rank] if self.world.device.type == "cuda" else None,
-                broadcast_buffers=False,
+                forward_sync_buffers=False,
                 init_sync=first,
                 gradient_as_bucket_view=True,
             )
@@ -127,18 +139,29 @@ class TorchEngine:
     # -- state that knows neither ranks nor engines ---------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        names = [name for name, _ in learnable(self.method)]
-        kept = self.optimizer.state_dict()["state"]
-        momentum = {names[i]: slot["momentum_buffer"] for i, slot in kept.items() if slot.get("momentum_buffer") is not None}
-        return {"momentum": momentum, "scaler": self.scaler.state_dict(), "bad": int(self.bad)}
+        return {"momentum": self._momentum(), "scaler": self.scaler.state_dict(), "bad": int(self.bad)}
+
+    def _momentum(self) -> dict[str, Tensor]:
+        return {name: self.optimizer.state[p]["momentum_buffer"] for name, p in learnable(self.method)}
 
     def load(self, state: dict[str, Any]) -> None:
-        names = [name for name, _ in learnable(self.method)]
-        slots = {i: {"momentum_buffer": state["momentum"][name]} for i, name in enumerate(names) if name in state["momentum"]}
-        self.optimizer.load_state_dict({"state": slots, "param_groups": self.optimizer.state_dict()["param_groups"]})
+        for name, buffer in self._momentum().items():  # a part that has not learned yet may be missing
+            buffer.copy_(state["momentum"][name]) if name in state["momentum"] else buffer.zero_()
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         self.bad.fill_(state["bad"])
+
+    def weights(self) -> dict[str, Tensor]:
+        return self.method.state_dict()
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        self.method.load_state_dict(weights)
+
+    def idle_forward(self, look: Callable[[Tensor], Any]) -> None:
+        """Whole weights on every rank: nobody waits for a forward of ours."""
+
+    def close(self) -> None:
+        self.wrapped, self.prefixes = self.method, None
 
 
 def learnable(method: Method) -> list[tuple[str, nn.Parameter]]:

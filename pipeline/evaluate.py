@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,14 +37,19 @@ def evaluate(
     world: World,
     pulse: Pulse,
     autocast: torch.autocast,
+    idle: Callable[[Callable[[Tensor], Any]], None] = lambda look: None,
 ) -> Evaluation:
-    """`batches` yields (index, images) of this rank's part; `labels` (n,) are those to be judged by."""
+    """`batches` yields (index, images) of this rank's part; `labels` (n,) are those to be judged by.
+
+    `idle` is told of every turn in which this rank has no pictures and others have (Engine.idle_forward).
+    """
     classes = method.data.classes
     label_n = torch.from_numpy(labels.astype(np.int64)).to(world.device)
     counts: dict[str, Tensor] = {}  # head -> (K, K+4): confusion | top-5 hits | sums of probability and confidence
     method.eval()
     for item in pulse.in_step(batches):
         if item is None:
+            idle(method.scores)
             continue
         index, images = item
         with autocast:

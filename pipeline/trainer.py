@@ -13,7 +13,7 @@ Where it stands is five numbers (Position); stopped anywhere, it goes on there.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -104,6 +104,7 @@ class Trainer:
             self._save(wait=True)
             raise
         self._save(wait=True)
+        self.engine.close()
 
     def _epoch(self, stage: Stage) -> None:
         self.method.enter(self.at.stage, self.at.epoch)
@@ -191,7 +192,9 @@ class Trainer:
             labels = split.true if (split.true >= 0).any() else split.given
             batches = self.test_loaders[name].survey()
             counts = self.train_split.clean_counts
-            self.last_evaluation[name] = evaluate(self.method, batches, labels, counts, self.world, self.pulse, self.autocast)
+            self.last_evaluation[name] = evaluate(
+                self.method, batches, labels, counts, self.world, self.pulse, self.autocast, self.engine.idle_forward
+            )
         return self.last_evaluation
 
     # -- the parts ----------------------------------------------------------------------------------------------------
@@ -204,8 +207,15 @@ class Trainer:
             with self.autocast:
                 return self.method.survey_outputs(images)
 
-        batches = (item for item in self.pulse.in_step(self.loader.survey()) if item is not None)
-        return take_survey(outputs, batches, len(self.train_split), self.world)
+        return take_survey(outputs, self._in_step(self.loader.survey(), outputs), len(self.train_split), self.world)
+
+    def _in_step(self, batches: Iterable[tuple[Tensor, Tensor]], look: Callable[[Tensor], Any]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Own batches; after them, keep company with ranks that still have some."""
+        for item in self.pulse.in_step(batches):
+            if item is None:
+                self.engine.idle_forward(look)
+            else:
+                yield item
 
     def _add(self, losses: dict[str, Tensor], batch: Batch) -> None:
         """Sum losses on the device; nothing is read back before the epoch ends."""
@@ -251,7 +261,7 @@ class Trainer:
             "config": self.config.model_dump(mode="json"),
             "data": {"manifest": self.train_split.manifest.hash, "classes": list(self.train_split.classes)},
             "position": asdict(self.at),
-            "method": self.method.state_dict(),
+            "method": self.engine.weights(),
             "engine": self.engine.state(),
             "history": self.history,
             "found": self.found,
@@ -267,7 +277,7 @@ class Trainer:
             return None
         tree = loaded.tree
         check_fits(self.config, self.train_split, tree, loaded.name)
-        self.method.load_state_dict(tree["method"])
+        self.engine.load_weights(tree["method"])
         self.engine.load(tree["engine"])
         self.at = Position(**tree["position"])
         self.history, self.found = tree["history"], tree["found"]
