@@ -59,6 +59,15 @@ class Part:
 Filled = tuple[Micro, list[Part]]
 
 
+def open_loader(split: Samples, config: DataConfig, seed: int, world: World, accumulate: int = 1) -> Loader:
+    """The loader that data.loader asks for."""
+    if config.loader == "ffcv":
+        from pipeline.data.ffcv_loader import BetonLoader
+
+        return BetonLoader(split, config, seed, world, accumulate)
+    return Loader(split, config, seed, world, accumulate)
+
+
 class Loader:
     """Batches of one split. Its whole state is the (tick, step) the caller asks for."""
 
@@ -169,14 +178,18 @@ class Loader:
 
     def _decode(self, part: Part, rows: range) -> None:
         for row in rows:
-            try:
-                picture, cut_short = decode(self.split.read(int(part.rows.index[row])), self.views.least)
-            except DecodeError as error:
-                self._spoil(part, row, str(error))
-                continue
-            if cut_short:
-                part.cut_short.append(row)
-            self._cut(part, row, picture)
+            self._decode_row(part, row, self.split.read(int(part.rows.index[row])))
+
+    def _decode_row(self, part: Part, row: int, data: Any) -> None:
+        try:
+            picture, cut_short = decode(data, self.views.least)
+        except DecodeError as error:
+            part.bad[row] = str(error)
+            part.pixels[:, row] = GREY
+            return
+        if cut_short:
+            part.cut_short.append(row)
+        self._cut(part, row, picture)
 
     def _cut(self, part: Part, row: int, picture: np.ndarray) -> None:
         """All views of a row from its picture."""
@@ -184,10 +197,6 @@ class Loader:
         for number, name in enumerate(part.views):
             choices = part.choices[name][row] if name in part.choices else None
             self.views.cut(picture, choices, out[number, row])
-
-    def _spoil(self, part: Part, row: int, reason: str) -> None:
-        part.bad[row] = reason
-        part.pixels[:, row] = GREY
 
     def _foretell(self, walk: np.ndarray, beside: np.ndarray | None) -> Callable[[np.ndarray], None]:
         """A function of samples about to be read: tells the split what follows when they open a new shard."""
