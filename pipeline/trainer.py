@@ -24,7 +24,7 @@ from torch import Tensor
 from pipeline.checkpoint import Checkpointer
 from pipeline.config import Config
 from pipeline.data.batch import Batch, Pass
-from pipeline.data.loader import Loader
+from pipeline.data.loader import open_loader
 from pipeline.engine import autocast_for, make_engine
 from pipeline.evaluate import Evaluation, evaluate
 from pipeline.log import Clock, follow, log
@@ -69,8 +69,8 @@ class Trainer:
     ) -> None:
         self.config, self.method, self.world = config, method, world
         self.train_split, self.tests = train, tests
-        self.loader = Loader(train, config.data, config.seed, world, config.optim.accumulate)
-        self.test_loaders = {name: Loader(split, config.data, config.seed, world) for name, split in tests.items()}
+        self.loader = open_loader(train, config.data, config.seed, world, config.optim.accumulate)
+        self.test_loaders = {name: open_loader(split, config.data, config.seed, world) for name, split in tests.items()}
         self.autocast = autocast_for(config.train.precision, world.device)
         self.engine = make_engine(config, method, world)
         self.pulse = Pulse(world, wish)

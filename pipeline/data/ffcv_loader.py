@@ -116,7 +116,7 @@ class _Beton:
         except ImportError as error:
             raise UserError(
                 f"data.loader=ffcv needs the ffcv package ({error}). Install it with pip install "
-                "'evenhand[ffcv]' (it compiles against libopencv-dev and libturbojpeg0-dev), or set data.loader=tar."
+                "'evenhand[ffcv]' (it needs libopencv-dev and libturbojpeg0-dev), or set data.loader=tar."
             ) from None
         reader = Reader(path)
         if reader.num_samples != samples:
