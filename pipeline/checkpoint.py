@@ -33,7 +33,7 @@ from pipeline import snapshot
 from pipeline.snapshot import MANIFEST, TEMPORARY, Damaged, Snapshot, Tree
 from pipeline.world import World
 from shards.settings import UserError
-from shards.storage import Store
+from shards.storage import RemoteStore, Store, store_at
 
 log = logging.getLogger(__name__)
 BROADCAST_BYTES = 256 << 20
@@ -56,7 +56,7 @@ class Checkpointer:
     """Saves and loads the checkpoints of one run. Every rank makes one and calls the same methods."""
 
     def __init__(self, url: str, keep: int, world: World, background: bool = True) -> None:
-        self.store, self.keep, self.world, self.background = Store(url), keep, world, background
+        self.store, self.keep, self.world, self.background = store_at(url), keep, world, background
         self._host: dict[str, Tensor] = {}
         self._thread: Thread | None = None
         self._failure: str | None = None
@@ -219,17 +219,18 @@ def _try_folder(store: Store) -> str | None:
     """Find out before training, not after the first epoch, whether checkpoints can be written at all."""
     name = f"{TEMPORARY}probe-{uuid.uuid4().hex}"
     try:
-        if store.root:
-            store.root.mkdir(parents=True, exist_ok=True)
-            for left in store.root.glob(f"{TEMPORARY}*"):  # of a process that was killed while writing
-                shutil.rmtree(left, ignore_errors=True)
-            (store.root / name).mkdir()
-            (store.root / name).rmdir()
-        else:
+        if isinstance(store, RemoteStore):
             store.fs.pipe_file(store.at(name), b"probe")
             store.fs.rm_file(store.at(name))
+        else:
+            root = snapshot.local(store)
+            root.mkdir(parents=True, exist_ok=True)
+            for left in root.glob(f"{TEMPORARY}*"):  # of a process that was killed while writing
+                shutil.rmtree(left, ignore_errors=True)
+            (root / name).mkdir()
+            (root / name).rmdir()
     except (OSError, NotImplementedError) as error:
-        if store.root is None and not isinstance(
+        if isinstance(store, RemoteStore) and not isinstance(
             error, PermissionError | FileNotFoundError | NotImplementedError
         ):
             raise  # a store that does not answer may answer at the next try
@@ -252,7 +253,7 @@ def choose(store: Store, names: list[str]) -> tuple[Snapshot | None, dict[str, s
             refused[name] = f"Checkpoint {store}/{name} is not used: {error}."
             # A killed upload leaves objects without a manifest, and nothing is lost by that. A local folder
             # gets its name only when it is complete, so one without a manifest has been damaged.
-            lost = lost or store.root is not None or store.size(f"{name}/{MANIFEST}") is not None
+            lost = lost or not isinstance(store, RemoteStore) or store.size(f"{name}/{MANIFEST}") is not None
     if lost:
         raise UserError(
             "\n".join(refused.values()) + f"\nNo good checkpoint is left in {store}. "
@@ -264,20 +265,20 @@ def choose(store: Store, names: list[str]) -> tuple[Snapshot | None, dict[str, s
 def read_checkpoint(url: str | Path, best: bool = False) -> Loaded:
     """The newest (or best) good checkpoint of a run's output folder or of its checkpoint folder, or the one
     at `url` itself."""
-    store = Store(str(url))
-    if store.size(MANIFEST) is not None:
-        try:
-            one = snapshot.read(store, "")
-            return Loaded(store.url.rsplit("/", 1)[-1], one.step, one.tree, one.best)
-        except Damaged as error:
-            raise UserError(f"The checkpoint {store} cannot be used: {error}. Take another one.") from None
-    for place in (store, Store(store.at("checkpoints"))):
+    store = store_at(str(url))
+    for place in (store, store_at(store.at("checkpoints"))):
         names = snapshot.listed(place)
         found, refused = choose(place, (_best_ones(place, names) or names) if best else names)
         for sentence in refused.values():
             log.warning(sentence)
         if found:
             return Loaded(found.name, found.step, found.tree, found.best, [*refused.values()])
+    if store.size(MANIFEST) is not None:
+        try:
+            one = snapshot.read(store, "")
+            return Loaded(store.url.rsplit("/", 1)[-1], one.step, one.tree, one.best)
+        except Damaged as error:
+            raise UserError(f"The checkpoint {store} cannot be used: {error}. Take another one.") from None
     raise UserError(
         f"There is no checkpoint in {store}. Give the output folder of a run, or a folder step-…."
     )

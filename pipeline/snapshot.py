@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from shards.settings import UserError
-from shards.storage import Store
+from shards.storage import LocalStore, RemoteStore, Store
 
 FORMAT = 1
 TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
@@ -170,20 +170,22 @@ def parse_tensors(data: bytearray) -> dict[str, Tensor]:
 
 def write(store: Store, name: str, step: int, best: bool, tensors: dict[str, Tensor], state: bytes) -> None:
     """A complete checkpoint called `name`, or nothing that could be taken for one."""
-    if store.root is None:
+    if isinstance(store, RemoteStore):
+        fs = store.fs
         try:
-            _fill(lambda file: store.fs.open(store.at(f"{name}/{file}"), "wb"), step, best, tensors, state)
+            _fill(lambda file: fs.open(store.at(f"{name}/{file}"), "wb"), step, best, tensors, state)
         except BaseException:
             remove(store, name)
             raise
         return
-    temporary = store.root / f"{TEMPORARY}{name}-{uuid.uuid4().hex}"
+    root = local(store)
+    temporary = root / f"{TEMPORARY}{name}-{uuid.uuid4().hex}"
     try:
         temporary.mkdir(parents=True)
         _fill(lambda file: (temporary / file).open("xb"), step, best, tensors, state)
         _flush_folder(temporary)
-        os.rename(temporary, store.root / name)
-        _flush_folder(store.root)
+        os.rename(temporary, root / name)
+        _flush_folder(root)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -243,30 +245,34 @@ def key(name: str) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 0)
 
 
+def local(store: Store) -> Path:
+    assert isinstance(store, LocalStore)
+    return store.root
+
+
 def listed(store: Store) -> list[str]:
     """Names of everything that looks like a checkpoint, oldest first."""
-    if store.root:
-        names = (
-            [entry.name for entry in os.scandir(store.root) if entry.is_dir()] if store.root.is_dir() else []
-        )
-    else:
+    if isinstance(store, RemoteStore):
         store.fs.invalidate_cache()
         try:
             names = [path.rstrip("/").rsplit("/", 1)[-1] for path in store.fs.ls(store.at(""), detail=False)]
         except FileNotFoundError:
             names = []
+    else:
+        root = local(store)
+        names = [entry.name for entry in os.scandir(root) if entry.is_dir()] if root.is_dir() else []
     return sorted((name for name in names if NAME.fullmatch(name)), key=key)
 
 
 def remove(store: Store, name: str) -> None:
     """Remove a checkpoint; interrupted half-way, what is left no longer counts as one."""
-    if store.root:
-        trash = store.root / f"{TEMPORARY}old-{uuid.uuid4().hex}"
-        os.rename(store.root / name, trash)
-        shutil.rmtree(trash, ignore_errors=True)
-    else:
+    if isinstance(store, RemoteStore):
         store.remove(f"{name}/{MANIFEST}")
         store.remove_folder(name)
+    else:
+        trash = local(store) / f"{TEMPORARY}old-{uuid.uuid4().hex}"
+        os.rename(local(store) / name, trash)
+        shutil.rmtree(trash, ignore_errors=True)
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -317,9 +323,9 @@ def read(store: Store, name: str) -> Snapshot:
 
 
 def _fetch(store: Store, path: str, size: int) -> bytearray:
-    if store.root:
+    if not isinstance(store, RemoteStore):
         try:
-            return bytearray((store.root / path).read_bytes())
+            return bytearray((local(store) / path).read_bytes())
         except OSError as error:
             raise Damaged(f"{path} cannot be read ({error.strerror or error})") from None
     out = bytearray()

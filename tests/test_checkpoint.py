@@ -20,7 +20,7 @@ from pipeline import snapshot
 from pipeline.checkpoint import Checkpointer, lock, read_checkpoint
 from pipeline.world import World
 from shards.settings import UserError
-from shards.storage import Store
+from shards.storage import RemoteStore
 from tests.checkpoints import flip, same, saved, tree_of
 
 
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "object store":
         yield f"memory://run-{tmp_path.name}/checkpoints"
-        Store("memory://").fs.rm(f"/run-{tmp_path.name}", recursive=True)
+        RemoteStore("memory://", "memory").fs.rm(f"/run-{tmp_path.name}", recursive=True)
     else:
         yield ("file://" if request.param == "file URL" else "") + str(tmp_path / "checkpoints")
 
@@ -174,6 +174,7 @@ def test_a_refused_checkpoint_does_not_take_the_place_of_a_good_one(folder: Path
 
 def test_a_checkpoint_is_found_from_the_run_the_folder_or_itself(tmp_path: Path) -> None:
     saved(tmp_path / "checkpoints", [1, 2])
+    (tmp_path / "manifest.json").write_text("{}")  # of the shards: a run keeps a copy in its folder
     for place in (tmp_path, tmp_path / "checkpoints", tmp_path / "checkpoints" / "step-000000002"):
         found = read_checkpoint(place)
         assert (found.step, found.name) == (2, "step-000000002")

@@ -24,7 +24,7 @@ from pipeline import snapshot
 from pipeline.checkpoint import Checkpointer, SaveError, choose
 from pipeline.world import World
 from shards.settings import UserError
-from shards.storage import Store
+from shards.storage import store_at
 from tests.checkpoints import flip, same, saved, tree_of
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
@@ -86,7 +86,7 @@ def test_no_flipped_byte_anywhere_goes_unnoticed(folder: Path) -> None:
         for at in range(len(whole)):
             path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
             try:
-                found, _ = choose(Store(str(folder)), ["step-000000001"])
+                found, _ = choose(store_at(str(folder)), ["step-000000001"])
             except UserError:
                 continue
             if found is None or not same(found.tree, tree_of(1)):
