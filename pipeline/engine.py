@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -88,14 +89,17 @@ class TorchEngine:
             parameter.requires_grad_(name.startswith(prefixes))
             parameter.grad = None
         if self.world.size > 1:
-            # Beliefs are equal on all ranks by construction and large: no broadcast of buffers.
-            self.wrapped = DistributedDataParallel(
-                self.method,
-                device_ids=[self.world.local_rank] if self.world.device.type == "cuda" else None,
-                forward_sync_buffers=False,
-                init_sync=first,
-                gradient_as_bucket_view=True,
-            )
+            with warnings.catch_warnings():
+                # Beliefs are equal on all ranks by construction, large, and of types gloo cannot send: no sync of buffers,
+                # not even the first one that the newer name of this argument would bring.
+                warnings.simplefilter("ignore", FutureWarning)
+                self.wrapped = DistributedDataParallel(
+                    self.method,
+                    device_ids=[self.world.local_rank] if self.world.device.type == "cuda" else None,
+                    broadcast_buffers=False,
+                    init_sync=first,
+                    gradient_as_bucket_view=True,
+                )
 
     def step(self, batch: Batch, lr: float) -> dict[str, Tensor]:
         """Forward and backward of one micro-batch; the optimiser moves after the last one of a global batch."""
