@@ -1,0 +1,279 @@
+"""Tracking without a server: the journal, restarts, secrets, and a local MLflow database."""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mlflow_store import client_of, history, runs_in
+
+from pipeline import journal, tracking
+from pipeline.config import TrackingConfig
+from pipeline.journal import Journal, redact
+from pipeline.tracking import NullTracker, Tracker
+from shards.settings import UserError
+
+pytest_plugins = ["mlflow_fixtures"]
+PARAMS: dict[str, object] = {"method.name": "prototypical", "train.epochs": 3}
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "SHIP_SECONDS", 0.1)
+
+
+def config(database: Path | None = None, **more: object) -> TrackingConfig:
+    uri = f"sqlite:///{database}" if database else ""
+    return TrackingConfig.model_validate({"uri": uri, "system_metrics": False, **more})
+
+
+def start(config: TrackingConfig, folder: Path, state: dict | None = None, **params: object) -> Tracker:
+    return Tracker(
+        config, folder, "digits prototypical seed=0", {**PARAMS, **params}, {"method": "prototypical"}, state
+    )
+
+
+def lines(folder: Path, kind: str = "metrics") -> list[dict]:
+    return [record for _, record in journal.read(folder / "journal.jsonl") if record["kind"] == kind]
+
+
+# -- the journal -------------------------------------------------------------------------------------
+
+
+def test_without_a_uri_there_is_only_the_journal_and_mlflow_is_never_imported(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from pipeline.tracking import Tracker\n"
+        "from pipeline.config import TrackingConfig\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        "t = Tracker(TrackingConfig(uri='', system_metrics=False), folder, 'run', {}, {})\n"
+        "t.log(1, {'test/top1': 50.0}); assert t.finish('FINISHED'); assert t.run_id is None\n"
+        "assert 'mlflow' not in sys.modules and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert lines(tmp_path)[0]["values"] == {"test/top1": 50.0}
+
+
+def test_other_ranks_have_the_same_calls_without_effect(tmp_path: Path) -> None:
+    tracker = NullTracker()
+    tracker.log(0, {"a": 1.0})
+    tracker.artifact(tmp_path)
+    tracker.dataset({})
+    tracker.model(tmp_path)
+    assert tracker.state() == {}
+    assert tracker.finish("FINISHED")
+    assert tracker.run_id is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_half_a_line_left_by_a_killed_process_disappears_and_the_next_line_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(b'{"kind":"metrics","step":1}\n{"kind":"met')
+    book = Journal(path)
+    book.append({"kind": "metrics", "step": 2})
+    book.close()
+    assert [record["step"] for _, record in journal.read(path)] == [1, 2]
+
+
+def test_a_full_disk_neither_raises_nor_loses_a_line(tmp_path: Path) -> None:
+    book = Journal(tmp_path / "journal.jsonl")
+    book.append({"step": 0})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (book.size + 5, limits[1]))
+    try:
+        book.append({"step": 1})
+        book.append({"step": 2})
+        assert [record["step"] for _, record in journal.read(book.path)] == [0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    book.append({"step": 3})
+    book.close()
+    assert [record["step"] for _, record in journal.read(book.path)] == [0, 1, 2, 3]
+
+
+def test_values_that_are_no_numbers_survive_the_journal(tmp_path: Path) -> None:
+    tracker = start(config(), tmp_path)
+    tracker.log(1, {"loss/total": float("nan"), "train/lr": float("inf")})
+    tracker.finish("FINISHED")
+    values = lines(tmp_path)[0]["values"]
+    assert values["loss/total"] != values["loss/total"]
+    assert values["train/lr"] == float("inf")
+
+
+# -- one job, one run --------------------------------------------------------------------------------
+
+
+def test_a_resumed_job_goes_on_in_the_same_run_and_no_step_is_there_twice(
+    database: Path, tmp_path: Path
+) -> None:
+    first = start(config(database), tmp_path / "run")
+    for epoch in (1, 2):
+        first.log(epoch, {"test/top1": 10.0 * epoch})
+    state = first.state()
+    first.log(3, {"test/top1": 30.0})  # after the checkpoint: it will be done again
+    assert first.finish("KILLED")
+    assert runs_in(database)[0].info.status == "KILLED"
+
+    state = json.loads(json.dumps(state))  # as a checkpoint keeps it
+    second = start(config(database), tmp_path / "run", state, **{"train.epochs": 4})
+    assert [record["step"] for record in lines(tmp_path / "run")] == [1, 2]
+    for epoch in (3, 4):
+        second.log(epoch, {"test/top1": 10.0 * epoch})
+    assert second.finish("FINISHED")
+
+    (run,) = runs_in(database)
+    assert run.info.run_id == second.run_id == first.run_id
+    assert run.info.status == "FINISHED"
+    assert history(database, run.info.run_id, "test/top1") == [(1, 10.0), (2, 20.0), (3, 30.0), (4, 40.0)]
+    assert run.data.params["train.epochs"] == "3"
+    assert run.data.tags["resumed_with.train.epochs"] == "4"
+
+
+def test_a_job_that_died_before_its_first_checkpoint_starts_again_in_the_same_run(
+    database: Path, tmp_path: Path
+) -> None:
+    first = start(config(database), tmp_path / "run")
+    first.log(1, {"test/top1": 10.0})
+    first._closing.set()  # dies without a word: the thread ends, no end is written
+    first._wake.set()
+    for thread in first._threads:
+        thread.join()
+    second = start(config(database), tmp_path / "run")
+    second.log(1, {"test/top1": 10.0})
+    second.log(2, {"test/top1": 20.0})
+    assert second.finish("FINISHED")
+    (run,) = runs_in(database)
+    assert history(database, run.info.run_id, "test/top1") == [(1, 10.0), (2, 20.0)]
+
+
+def test_another_training_in_the_same_folder_is_another_run_and_the_old_journal_is_kept(
+    tmp_path: Path,
+) -> None:
+    first = start(config(), tmp_path)
+    first.log(1, {"test/top1": 10.0})
+    first.finish("FINISHED")
+    second = start(config(), tmp_path, **{"method.name": "cross_entropy"})
+    assert second.state()["job"] != first.state()["job"]
+    assert lines(tmp_path) == []
+    aside = list(tmp_path.glob("journal-*.jsonl"))
+    assert len(aside) == 1
+    assert '"test/top1":10.0' in aside[0].read_text()
+
+
+def test_replay_ships_what_a_dead_job_left_marks_it_failed_and_does_nothing_the_second_time(
+    database: Path, tmp_path: Path
+) -> None:
+    dead = start(config(), tmp_path / "run")  # journal only: as if the server had been away all the time
+    dead.log(1, {"test/top1": 10.0})
+    dead._journal.close()
+    uri = f"sqlite:///{database}"
+    assert tracking.replay(tmp_path / "run", uri) == 3  # start, metrics, end
+    (run,) = runs_in(database)
+    assert run.info.status == "FAILED"
+    assert run.info.run_name == "digits prototypical seed=0"
+    assert tracking.replay(tmp_path / "run", uri) == 0
+    assert history(database, run.info.run_id, "test/top1") == [(1, 10.0)]
+
+
+def test_replay_keeps_away_from_a_journal_whose_job_is_alive(database: Path, tmp_path: Path) -> None:
+    alive = start(config(database), tmp_path / "run")
+    while not alive.run_id:
+        pass
+    with pytest.raises(UserError, match="still running"):
+        tracking.replay(tmp_path / "run", f"sqlite:///{database}")
+    alive.finish("FINISHED")
+
+
+def test_a_run_lost_with_its_database_is_made_again_from_the_journal(
+    migrated: Path, database: Path, tmp_path: Path
+) -> None:
+    tracker = start(config(database), tmp_path / "run")
+    tracker.log(1, {"test/top1": 10.0})
+    assert tracker.finish("FINISHED")
+    database.write_bytes(migrated.read_bytes())
+    tracking.replay(tmp_path / "run", f"sqlite:///{database}")
+    (run,) = runs_in(database)
+    assert history(database, run.info.run_id, "test/top1") == [(1, 10.0)]
+
+
+# -- what reaches MLflow -----------------------------------------------------------------------------
+
+
+def test_everything_about_a_run_reaches_mlflow(database: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "figures").mkdir(parents=True)
+    (folder / "figures" / "accuracy.png").write_bytes(b"png")
+    (folder / "config.yaml").write_text("a: 1\n")
+    tracker = start(config(database, parent="0" * 32, tags={"team": "vision"}, system_metrics=True), folder)
+    tracker.artifact(folder / "config.yaml")
+    tracker.artifact(folder / "figures")
+    tracker.dataset({"name": "digits", "digest": "abc", "source": "data/digits", "rho": 10.0})
+    tracker.log(1, {"acc@1%": 1.0, "test/top1": 50.0})
+    while not any(k.startswith("system/") for record in lines(folder) for k in record["values"]):
+        pass
+    assert tracker.finish("FINISHED")
+    (run,) = runs_in(database)
+    tags = run.data.tags
+    assert (tags["method"], tags["team"], tags["mlflow.parentRunId"]) == ("prototypical", "vision", "0" * 32)
+    if (Path(__file__).parent.parent / ".git").exists():
+        assert len(tags["mlflow.source.git.commit"]) == 40
+    assert run.data.params["method.name"] == "prototypical"
+    assert {"acc_1_", "test/top1", "system/cpu_utilization_percentage"} <= set(run.data.metrics)
+    assert run.inputs.dataset_inputs[0].dataset.name == "digits"
+    client = client_of(database)
+    assert {item.path for item in client.list_artifacts(run.info.run_id)} == {"config.yaml", "figures"}
+    assert run.info.artifact_uri.startswith((database.parent / "mlartifacts").as_uri())
+
+
+def test_an_artifact_that_cannot_be_stored_does_not_hold_up_the_metrics(
+    database: Path, tmp_path: Path
+) -> None:
+    blocked = database.parent / "mlartifacts"
+    blocked.write_text("a file where the folder should be")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("a: 1\n")
+    tracker = start(config(database), folder)
+    tracker.artifact(folder / "config.yaml")
+    tracker.log(1, {"test/top1": 50.0})
+    assert not tracker.finish("FINISHED")
+    (run,) = runs_in(database)
+    assert history(database, run.info.run_id, "test/top1") == [(1, 50.0)]
+    blocked.unlink()
+    assert tracking.replay(folder, f"sqlite:///{database}") == 1
+    assert [item.path for item in client_of(database).list_artifacts(run.info.run_id)] == ["config.yaml"]
+
+
+# -- secrets -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("http://user:hunter2@mlflow.example:5000/x", "http://***@mlflow.example:5000/x"),
+        ("s3://bucket/a?X-Amz-Signature=abc&x=1", "s3://bucket/a?X-Amz-Signature=***&x=1"),
+        ("see https://tok@host/a and https://b:c@d", "see https://***@host/a and https://***@d"),
+        ("sqlite:///runs/mlflow.db", "sqlite:///runs/mlflow.db"),
+        ("mail me@example.org", "mail me@example.org"),
+    ],
+)
+def test_urls_lose_their_secrets(text: str, clean: str) -> None:
+    assert redact(text) == clean
+
+
+def test_no_password_reaches_the_journal_or_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    uri = "http://user:hunter2@127.0.0.1:9"  # nobody answers there
+    caplog.set_level(logging.DEBUG)
+    tracker = start(TrackingConfig(uri=uri, system_metrics=False), tmp_path, **{"tracking.uri": uri})
+    tracker.dataset({"name": "digits", "source": "https://key:hunter2@host/data"})
+    tracker.log(1, {"test/top1": 1.0})
+    assert not tracker.finish("FAILED", wait=15)
+    assert "hunter2" not in caplog.text
+    assert "Training goes on" in caplog.text
+    assert "replay" in caplog.text
+    for file in tmp_path.iterdir():
+        assert "hunter2" not in file.read_text(), file
