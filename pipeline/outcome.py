@@ -12,6 +12,11 @@ FOLDER = "EVENHAND_OUTCOME"  # environment variable, set by launch.entry
 EXIT_CODES: dict[str, int] = {"finished": 0, "failed": 1, "refused": 2, "stopped": 75}
 
 
+def watched() -> bool:
+    """Whether `launch.entry` is there to read what is recorded."""
+    return bool(os.environ.get(FOLDER))
+
+
 def record(outcome: Outcome, reason: str = "") -> int:
     """Leave the outcome of this rank for the launcher; the exit code this process should end with.
 

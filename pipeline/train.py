@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import config as configuration
+from pipeline import preemption
 from pipeline.config import Config
-from pipeline.outcome import record
+from pipeline.outcome import record, watched
 from shards.settings import UserError, flatten, run
 
 if TYPE_CHECKING:
@@ -18,14 +19,16 @@ if TYPE_CHECKING:
 
 def main(argv: list[str]) -> int:
     config = configuration.load(argv)  # before torch: a typing mistake is told at once
-    from pipeline import outputs, preemption
+    preemption.die_with_parent()
+    from pipeline import outputs
     from pipeline import world as ranks
     from pipeline.log import log, start_logging
     from pipeline.pulse import Stopped
+    from pipeline.trouble import explain
 
-    preemption.die_with_parent()
     config = config.model_copy(update={"output": config.output or outputs.default_folder(config)})
     world = ranks.start(config.train.device, config.train.timeout)
+    trainer = None
     try:
         start_logging(world.leads)
         trainer, folder = build(config, world)
@@ -51,9 +54,13 @@ def main(argv: list[str]) -> int:
             log.info("best %.2f  last %.2f  in %.0f s: %s", summary["best"], summary["last"], summary["seconds"], folder)
         return record("finished")
     except UserError as error:
-        code = record("refused", str(error))
-        if not world.leads:  # the lead tells it
-            sys.exit(code)
+        if world.leads or not watched():  # the entry tells what only another rank found
+            print(f"error: {error}", file=sys.stderr)
+        return record("refused", str(error))
+    except Exception as error:
+        sentence = explain(error, world.rank, trainer and trainer.at, config.train.timeout)
+        log.error(sentence)
+        record("failed", sentence)
         raise
     finally:
         ranks.stop()
@@ -85,8 +92,7 @@ def build(config: Config, world: Any) -> tuple[Any, Path]:
         method = torch.nn.SyncBatchNorm.convert_sync_batchnorm(method)
     method.to(world.device)
     wish = StopRequest(config.train.deadline_minutes, config.train.stop_file or str(folder / "stop"))
-    if world.leads:
-        lock(str(folder))
+    lock(folder, world)
     checkpoints = Checkpointer(
         config.checkpoint.url or str(folder / "checkpoints"), config.checkpoint.keep, world, config.checkpoint.background
     )

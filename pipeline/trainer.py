@@ -53,6 +53,9 @@ class Position:
     step: int = 0  # optimiser steps done in this pass
     steps: int = 0  # optimiser steps done in all
 
+    def __str__(self) -> str:
+        return f"stage {self.stage + 1}, epoch {self.epoch + 1}, step {self.step} ({self.steps} in all)"
+
 
 class Trainer:
     def __init__(

@@ -1,0 +1,35 @@
+"""A sentence about what ended a rank: which rank, where in the training, what was going on, what helps."""
+
+from __future__ import annotations
+
+import traceback
+
+MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
+LATE = ("timed out", "timeout", "watchdog caught collective")
+GONE = ("closed by peer", "reset by peer", "broken pipe", "connection refused", "remote process exited")
+AGAIN = "The same command goes on from the last checkpoint."
+
+
+def explain(error: BaseException, rank: int, where: object, timeout: float) -> str:
+    """`where` is the position in the training, None before it began."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    low = text.lower()
+    operation = traceback.extract_tb(error.__traceback__)[-1].name if error.__traceback__ else "an operation"
+    place = f"rank {rank}, {where or 'while starting'}"
+    if isinstance(error, MemoryError) or any(word in low for word in MEMORY):
+        return (
+            f"{place}: out of memory. Lower data.batch; or keep it and raise optim.accumulate (smaller "
+            "micro-batches), set model.checkpoint_activations=true or train.precision=bf16, or use more ranks. "
+            f"({text[:200]})"
+        )
+    if any(word in low for word in LATE):
+        return (
+            f"{place}: {operation} waited {timeout:g} s (train.timeout) for another rank, which hangs or cannot "
+            f"be reached. {AGAIN} ({text[:200]})"
+        )
+    if any(word in low for word in GONE):
+        return (
+            f"{place}: another rank went away during {operation}; its own output says why. {AGAIN} "
+            f"({text[:200]})"
+        )
+    return f"{place}: {text[:500]}"
