@@ -110,7 +110,7 @@ class Prototypical(OneNetwork):
         """Refine this rank's part, then tell everybody."""
         logits = prototype_logits(survey["z"], self.prototypes, self.options.temperature)
         part = cleaning.refine(logits, self._given(survey.index), self.threshold, self.options.relabel_weight, self.options.min_score)
-        self.refined.copy_(survey.everywhere(part.label.to(self.refined.dtype)))
+        self.refined.copy_(survey.everywhere(part.label.int()))  # gloo cannot send int16
         self.clean.copy_(survey.everywhere(part.clean.to(torch.uint8)).bool())
         self.score = survey.everywhere(part.score)
         if self.options.neighbour_rule == "on" and self.options.relabel_weight != "one":
