@@ -276,6 +276,26 @@ def test_an_error_in_a_thread_reaches_the_consumer(split):
     assert not decoding_threads()
 
 
+def test_small_pictures_are_decoded_once_in_a_run_and_change_nothing(split):
+    class Counting(Memory):
+        reads = 0
+
+        def read(self, index: int) -> bytes:
+            self.reads += 1
+            return super().read(index)
+
+    counting = Counting(split.pictures, split.shard_sizes)
+    loader = Loader(counting, config(), 5, World())
+    first, second = list(loader.batches(WALK, 3)), list(loader.batches(WALK, 3))
+    assert counting.reads <= N + 1, "one for each sample, one for the stand-in that may be decoded beside it"
+    assert all(same(a, b) for a, b in zip(first, second))
+    photographs = Loader(counting, config(crop="resized"), 5, World())
+    counting.reads = 0
+    for tick in (1, 2):
+        list(photographs.batches(Pass(np.arange(12)), tick))
+    assert counting.reads == 24
+
+
 def test_waiting_for_pictures_is_measured(split):
     class Slow(Memory):
         def read(self, index: int) -> bytes:

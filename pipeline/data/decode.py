@@ -146,6 +146,11 @@ class Views:
             )
 
     @property
+    def from_square(self) -> bool:
+        """Whether all views come from the middle square of `size`, so that nothing else need be kept."""
+        return self.config.crop == "pad" and self.short == self.config.size
+
+    @property
     def least(self) -> int:
         """Short side below which no picture should be decoded smaller, so that crops keep their sharpness."""
         if self.config.crop == "pad":

@@ -22,12 +22,13 @@ from torch import Tensor
 from pipeline.config import DataConfig
 from pipeline.data import augment, order
 from pipeline.data.batch import Batch, Pass
-from pipeline.data.decode import DRAWS, GREY, DecodeError, Views, decode
+from pipeline.data.decode import DRAWS, GREY, DecodeError, Views, centre, decode
 from pipeline.data.randoms import uniform
 from pipeline.data.rows import Micro, Rows, micro_batches, survey_batches
 from pipeline.world import World
 from shards.settings import UserError
 
+KEEP_BYTES = 256 << 20
 _AUGMIX = crc32(b"augmix")
 
 
@@ -86,6 +87,11 @@ class Loader:
         self.bad: dict[int, str] = {}  # sample -> why it did not decode
         self.cut_short: set[int] = set()  # samples whose file ends early; what is there was used
         self.wait_seconds = 0.0  # time the consumer stood waiting for pictures
+        n, size = len(self.given), config.size
+        # Where all views are cut from one small square and all squares fit, pictures are decoded once in a run.
+        keep = self.views.from_square and n * size * size * 3 <= KEEP_BYTES
+        self._has = np.zeros(n, bool) if keep else None
+        self._kept = np.zeros((n if keep else 0, size, size, 3), np.uint8)
         self._pinned = world.device.type == "cuda"
         self._free: list[tuple[Tensor, torch.cuda.Event | None]] = []  # pixel buffers to use again
 
@@ -178,7 +184,11 @@ class Loader:
 
     def _decode(self, part: Part, rows: range) -> None:
         for row in rows:
-            self._decode_row(part, row, self.split.read(int(part.rows.index[row])))
+            index = int(part.rows.index[row])
+            if self._has is not None and self._has[index]:
+                self._cut(part, row, self._kept[index])
+            else:
+                self._decode_row(part, row, self.split.read(index))
 
     def _decode_row(self, part: Part, row: int, data: Any) -> None:
         try:
@@ -189,6 +199,10 @@ class Loader:
             return
         if cut_short:
             part.cut_short.append(row)
+        if self._has is not None:
+            index = int(part.rows.index[row])
+            self._kept[index] = picture = centre(picture, self.config.size, self.config.size)
+            self._has[index] = True
         self._cut(part, row, picture)
 
     def _cut(self, part: Part, row: int, picture: np.ndarray) -> None:
