@@ -1,10 +1,17 @@
-"""Small checkpoints to try things on."""
+"""Small checkpoints to try things on, and a small disk to run out of."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from pipeline.checkpoint import Checkpointer
@@ -49,3 +56,44 @@ def flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
+
+
+@dataclass
+class SmallDisk:
+    """Two megabytes: a file system of its own where one may be mounted, else a limit on the size of files."""
+
+    path: Path
+    mounted: bool
+
+    @property
+    def when_full(self) -> str:
+        return "No space left on device" if self.mounted else "File too large"
+
+    @contextlib.contextmanager
+    def unwritable(self, folder: str) -> Iterator[str]:
+        """Nothing can be written meanwhile; the reason the system gives."""
+        if self.mounted:
+            subprocess.run(["mount", "-o", "remount,ro", self.path], check=True)
+            yield "Read-only file system"
+            subprocess.run(["mount", "-o", "remount,rw", self.path], check=True)
+        else:
+            os.rename(folder, f"{folder}.away")
+            Path(folder).touch()
+            yield "Not a directory"
+            os.unlink(folder)
+            os.rename(f"{folder}.away", folder)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
+    mounted = os.geteuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if not mounted:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, before[1]))
+    yield SmallDisk(place, mounted)
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    if mounted:
+        subprocess.run(["umount", "-l", place], check=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import flip, same, saved, tree_of
 from safetensors.torch import load_file
 
 from pipeline import snapshot
@@ -21,7 +22,6 @@ from pipeline.checkpoint import Checkpointer, lock, read_checkpoint
 from pipeline.world import World
 from shards.settings import UserError
 from shards.storage import RemoteStore
-from tests.checkpoints import flip, same, saved, tree_of
 
 
 @pytest.fixture

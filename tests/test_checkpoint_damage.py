@@ -10,24 +10,22 @@ import pickle
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import SmallDisk, flip, same, saved, tree_of
+from checkpoints import small_disk as small_disk
 
 from pipeline import snapshot
 from pipeline.checkpoint import Checkpointer, SaveError, choose
 from pipeline.world import World
 from shards.settings import UserError
 from shards.storage import store_at
-from tests.checkpoints import flip, same, saved, tree_of
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 
 
 @pytest.fixture
@@ -290,55 +288,42 @@ def test_killed_at_random_moments_of_background_saves(folder: Path) -> None:
 # -- disks that are full or read-only --------------------------------------------------------------
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    place = tmp_path / "disk"
-    place.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", place], capture_output=True
-    ).returncode:
-        pytest.skip("no small file system can be mounted here")
-    yield place
-    subprocess.run(["umount", "-l", place], check=True)
-
-
-@needs_root
 def test_a_full_disk_is_a_warning_and_leaves_no_stump(
-    small_disk: Path, caplog: pytest.LogCaptureFixture
+    small_disk: SmallDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = small_disk / "checkpoints"
+    folder = small_disk.path / "checkpoints"
     checkpointer = Checkpointer(str(folder), 2, World())
     checkpointer.save(1, {"weight": torch.ones(100_000)})
     checkpointer.save(2, {"weight": torch.ones(1_000_000)})
     with caplog.at_level(logging.WARNING):
         checkpointer.save(3, {"weight": torch.ones(100_000)})
     assert "The checkpoint of step 2 could not be written" in caplog.text
-    assert "No space left on device" in caplog.text
+    assert small_disk.when_full in caplog.text
     assert "Training goes on." in caplog.text
     loaded = checkpointer.load()
     assert loaded is not None
     assert (loaded.step, loaded.rejected) == (3, [])
     assert sorted(path.name for path in folder.iterdir()) == ["step-000000001", "step-000000003"]
-    with pytest.raises(SaveError, match=r"step 4 .*No space left on device\. Free some space"):
+    with pytest.raises(SaveError, match=rf"step 4 .*{small_disk.when_full}\."):
         checkpointer.save(4, {"weight": torch.ones(1_000_000)}, wait=True)
     checkpointer.save(5, {"weight": torch.ones(1_000_000)})
     with pytest.raises(SaveError, match="step 5"):
         checkpointer.close()
 
 
-@needs_root
-def test_a_disk_that_becomes_read_only(small_disk: Path) -> None:
-    checkpointer = Checkpointer(str(small_disk), 2, World())
+def test_a_disk_that_becomes_read_only(small_disk: SmallDisk) -> None:
+    folder = str(small_disk.path / "checkpoints")
+    checkpointer = Checkpointer(folder, 2, World())
     checkpointer.save(1, tree_of(1), wait=True)
-    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    checkpointer.save(2, tree_of(2))
-    with pytest.raises(SaveError, match=r"Read-only file system\. Make it writable"):
-        checkpointer.close()
+    with small_disk.unwritable(folder) as reason:
+        checkpointer.save(2, tree_of(2))
+        with pytest.raises(SaveError, match=rf"step 2 .*{reason}"):
+            checkpointer.close()
+        with pytest.raises(UserError, match="Checkpoints cannot be written"):
+            Checkpointer(folder, 2, World())
     loaded = checkpointer.load()
     assert loaded is not None
     assert loaded.step == 1
-    with pytest.raises(UserError, match="Checkpoints cannot be written"):
-        Checkpointer(str(small_disk), 2, World())
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:

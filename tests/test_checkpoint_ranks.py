@@ -2,48 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 
-from pipeline import world as worlds
 from pipeline.checkpoint import Checkpointer, lock
 from pipeline.world import World
 from shards.settings import UserError
 
 pytestmark = pytest.mark.dist
-
-
-def on_ranks(size: int, folder: Path, work: Callable[[World], Any]) -> list[Any]:
-    """What `work` returned on each rank; ranks are forked, so that torch is imported once."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    children = []
-    for rank in range(size):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                torch.set_num_threads(1)
-                place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-                os.environ.update(
-                    {**place, "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
-                )
-                result = work(worlds.start("cpu", 30))
-                (folder / f"answer-{rank}").write_text(json.dumps(result))
-                code = 0
-            finally:
-                os._exit(code)
-        children.append(child)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0] * size
-    return [json.loads((folder / f"answer-{rank}").read_text()) for rank in range(size)]
 
 
 def test_two_ranks_load_the_newest_good_one_though_only_the_lead_can_see_it(tmp_path: Path) -> None:
@@ -65,7 +35,7 @@ def test_two_ranks_load_the_newest_good_one_though_only_the_lead_can_see_it(tmp_
         assert torch.equal(loaded.tree["weight"], weight)
         return [loaded.name, loaded.rejected, loaded.tree["lr"], best.name]
 
-    one, other = on_ranks(2, tmp_path, work)
+    one, other = on_ranks(2, work)
     assert one == other
     assert one[0] == one[3] == "step-000000001"
     assert "step-000000002 is not used" in one[1][0]
@@ -90,6 +60,6 @@ def test_a_refusal_is_heard_on_every_rank(tmp_path: Path) -> None:
                 heard.append(str(error))
         return heard
 
-    one, other = on_ranks(2, tmp_path, work)
+    one, other = on_ranks(2, work)
     assert one == other
     assert len(one) == 3
