@@ -54,6 +54,10 @@ def ensure(config: BuildConfig, log: Log = print, rank: int = 0, world: int = 1)
         return store.url
     with _alone(store, world):
         if not _finished(store, config):
+            if config.format != "tar":
+                from shards.beton import require_ffcv
+
+                require_ffcv()
             found = collect(config, log)
             Build(store, config, found, log, rank, world).run()
     return store.url
@@ -300,8 +304,11 @@ class Build:
         if self.config.format != "tar":
             from shards.beton import add_betons
 
-            whole = add_betons(self.store, whole, self.config, self.log)
+            whole = add_betons(self.store, whole, self.config.format == "beton", self.log)
         self.store.write(manifest.FILE, whole.to_bytes())
+        for split in splits if self.config.format == "beton" else ():
+            for shard in splits[split].shards:
+                self.store.remove(shard.name)
         self.store.remove_folder(".build")
         rejected = f", {len(reasons)} rejected" if reasons else ""
         samples = ", ".join(f"{info.samples} {split}" for split, info in splits.items())

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet
 import pytest
-from conftest import Build, fill, picture, pixels
 from PIL import Image
+from shards_help import Build, fill, picture, pixels
 
 from shards.config import BuildConfig
 from shards.picture import Rules, admit

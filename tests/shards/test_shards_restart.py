@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Build, fill
+from shards_help import Build, fill
 
 from shards import build as building
 from shards import write as writing

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from conftest import Build, fill, picture, pixels
+from shards_help import Build, fill, picture, pixels
 
 from shards.reader import open_split
 from shards.settings import UserError

@@ -1,0 +1,152 @@
+"""The same samples as an FFCV file. The only door to the `ffcv` package on the writing side.
+
+JPEG bytes are stored as they are in the tars, so both give the same pixels; other formats become raw pixels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import multiprocessing
+import os
+import tempfile
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+
+from shards.config import CacheConfig
+from shards.manifest import FileInfo, Manifest
+from shards.picture import to_rgb
+from shards.settings import UserError
+from shards.sources import Log
+from shards.storage import Store
+
+if TYPE_CHECKING:
+    from shards.reader import Split
+
+LEAST_PAGE = 1 << 21
+FIELDS = ("image", "label", "true_label", "index", "flipped", "key")
+
+
+class _Samples:
+    """The indexed data set the writer of FFCV asks for."""
+
+    def __init__(self, split: Split) -> None:
+        self.split, self.flipped, self.keys = split, split.flipped, split.keys()
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        index = int(index)
+        split = self.split
+        key = np.frombuffer(self.keys[index].encode() or b" ", np.uint8)
+        labels = (int(split.given[index]), int(split.true[index]), index, int(self.flipped[index]))
+        return (split.read(index), *labels, key)
+
+
+def _store_image(destination: Any, data: memoryview, malloc: Any) -> None:
+    """What FFCV's image field does, without encoding anew what is a JPEG already."""
+    from ffcv.fields.rgb_image import IMAGE_MODES
+
+    with Image.open(io.BytesIO(data)) as image:
+        width, height = image.size
+        if image.format == "JPEG":
+            mode, content = "jpg", np.frombuffer(data, np.uint8)
+        else:
+            mode, content = "raw", np.asarray(to_rgb(image)).reshape(-1)
+    destination["mode"] = IMAGE_MODES[mode]
+    destination["height"], destination["width"] = height, width
+    destination["data_ptr"], storage = malloc(content.nbytes)
+    storage[:] = content
+
+
+def _write(url: str, about: Manifest, paths: dict[str, str]) -> None:
+    """Write each split to its path; in a process of its own, because the writer of FFCV forks."""
+    from shards.reader import Split
+
+    os.environ["TQDM_DISABLE"] = "1"
+    multiprocessing.set_start_method("fork", force=True)
+    with tempfile.TemporaryDirectory() as folder:  # copies, if the tars are remote
+        for name, path in paths.items():
+            _write_split(Split(url, name, about, CacheConfig(folder=folder), verify=True), path)
+
+
+def _write_split(split: Split, path: str) -> None:
+    from ffcv.fields import BytesField, IntField, RGBImageField
+    from ffcv.writer import DatasetWriter
+
+    image = RGBImageField()
+    # Set on the object: FFCV finds the type of a field by its exact class.
+    image.encode = _store_image
+    fields = {"image": image, **{name: IntField() for name in FIELDS[1:-1]}, "key": BytesField()}
+    page = LEAST_PAGE
+    while page < _largest(split) + (1 << 16):
+        page *= 2
+    threading.Thread(target=_watch, daemon=True).start()
+    # One worker: with more, the order of pages depends on who is faster.
+    writer = DatasetWriter(path, fields, page_size=page, num_workers=1)
+    writer.from_indexed_dataset(_Samples(split))
+
+
+def _largest(split: Split) -> int:
+    """Bytes of the largest stored image."""
+    largest = 0
+    for index in range(len(split)):
+        data = split.read(index)
+        largest = max(largest, len(data))
+        with Image.open(io.BytesIO(data)) as image:
+            if max(image.size) > 65535:
+                raise UserError(
+                    f"{split.keys([index])[0]} is {image.size}; FFCV stores at most 65535 pixels a side."
+                )
+            if image.format != "JPEG":
+                largest = max(largest, 3 * image.size[0] * image.size[1])
+    return largest
+
+
+def _watch() -> None:
+    """FFCV waits for ever for a worker that died; we do not."""
+    seen: set[Any] = set()
+    while True:
+        time.sleep(0.2)
+        seen.update(multiprocessing.active_children())
+        if any(child.exitcode not in (None, 0) for child in seen):
+            os._exit(1)
+
+
+def require_ffcv() -> None:
+    """Say what is missing before any work is done."""
+    if importlib.util.find_spec("ffcv") is None:
+        raise UserError(
+            "format=beton needs the ffcv package. Install the headers it is compiled with (Debian: "
+            "libopencv-dev libturbojpeg0-dev pkg-config), then pip install 'evenhand[ffcv]', or use "
+            "format=tar."
+        )
+
+
+def add_betons(store: Store, about: Manifest, only: bool, log: Log) -> Manifest:
+    """The manifest with an FFCV file for each split, made from its tars; with `only`, without the tars."""
+    paths = {name: store.temporary() for name in about.splits}
+    arguments = (store.url, about, {name: str(path) for name, path in paths.items()})
+    log("Writing FFCV files ...")
+    child = multiprocessing.get_context("spawn").Process(target=_write, args=arguments)
+    child.start()
+    child.join()
+    if child.exitcode != 0:
+        for path in paths.values():
+            path.unlink(missing_ok=True)
+        raise UserError("Writing FFCV files failed; the reason stands above. Try format=tar.")
+    splits = {}
+    for name, path in paths.items():
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        beton = FileInfo(name=f"{name}.beton", bytes=path.stat().st_size, sha256=digest)
+        store.publish(path, beton.name)
+        info = about.splits[name]
+        splits[name] = info.model_copy(update={"beton": beton, "shards": [] if only else info.shards})
+    return about.model_copy(update={"splits": splits})

@@ -1,0 +1,170 @@
+"""`python -m shards.inspect URL`: a card in the terminal and a contact sheet with given and true labels."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+from pydantic import Field
+from rich import box
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+from shards.bias import counts_of
+from shards.config import CacheConfig
+from shards.picture import to_rgb
+from shards.reader import Split, open_split, read_manifest
+from shards.settings import Settings, UserError, load, run
+from shards.storage import redact
+from shards.verify import files, with_url
+
+ABOUT = "Show what is in finished shards, and draw a contact sheet of pictures with given and true labels."
+RIGHT, WRONG, UNKNOWN = (38, 132, 76), (196, 48, 43), (140, 140, 140)
+TILE, CAPTION, GAP, LEFT = 88, 18, 10, 190
+
+
+class InspectConfig(Settings):
+    url: str = Field(default="", description="the shards: a folder or URL (may be given without url=)")
+    split: str = Field(default="train", description="the split on the contact sheet")
+    sheet: str = Field(default="contact_sheet.png", description="the contact sheet; empty: none")
+    rows: int = Field(
+        default=12, ge=1, le=100, description="classes on the contact sheet, from large to small"
+    )
+    columns: int = Field(default=10, ge=1, le=50, description="pictures of each class")
+    seed: int = Field(default=0, ge=0, description="chooses the pictures")
+    cache: CacheConfig = Field(default_factory=CacheConfig, description="copies of remote shards")
+
+
+def show(url: str, split: Split, console: Console) -> None:
+    """The card: what it is, how it was biased, class by class."""
+    about = read_manifest(url)
+    bias = about.bias
+    size = sum(file.bytes for file in files(about))
+    samples = ", ".join(f"{info.samples:,} {name}" for name, info in about.splits.items())
+    tail = f"rho {bias.rho:g}" + (f" (realised {bias.realised_rho:g})" if bias.realised_rho else "")
+    noise = "no noise injected"
+    if bias.noise_kind != "none":
+        changed = f"{bias.flipped:,} labels changed ({bias.realised_noise:.1%})"
+        noise = f"{bias.noise_kind} noise {bias.noise:g}: {changed}"
+    groups = ", ".join(f"{len(classes)} {name}" for name, classes in about.groups.items())
+    reasons = ", ".join(f"{count} {reason}" for reason, count in about.rejected.reasons.items())
+    lines = [
+        f"[bold]{about.source}[/]: {samples} samples, {len(about.classes)} classes ({groups})",
+        f"{tail}, {noise}, bias seed {bias.seed}",
+        f"{len(list(files(about)))} files, {size / 1e6:,.1f} MB; manifest {about.hash[:12]}",
+        f"rejected: {about.rejected.count}" + (f" ({reasons})" if reasons else ""),
+    ]
+    console.print(Panel("\n".join(lines), title=redact(url), expand=False))
+    console.print(_classes(split, {name: info.given_counts for name, info in about.splits.items()}))
+
+
+def _classes(split: Split, counts: dict[str, list[int]]) -> Table:
+    classes = len(split.classes)
+    known = split.true >= 0
+    wrong = counts_of(split.given[known & (split.given != split.true)], classes)
+    judged = counts_of(split.given[known], classes)
+    available = split.manifest.bias.available_counts
+    table = Table(title=f"classes ({split.name})", title_justify="left", box=box.SIMPLE)
+    table.add_column("class")
+    others = [name for name in counts if name != split.name]
+    for column in ("in the source", "before noise", "labelled so", "of these wrong"):
+        table.add_column(column, justify="right")
+    table.add_column("", no_wrap=True, min_width=12)
+    for column in others:
+        table.add_column(column, justify="right")
+    most = max(1, *split.info.given_counts)
+    shown = _spread(split.clean_counts, 40)
+    for k in shown:
+        given = split.info.given_counts[k]
+        share = f"{wrong[k] / judged[k]:.0%}" if judged[k] else "?"
+        bar = "█" * max(1, round(12 * given / most)) if given else ""
+        cells = [
+            str(available[k]) if split.name == "train" else "",
+            str(split.clean_counts[k]),
+            str(given),
+            share,
+            bar,
+        ]
+        table.add_row(split.classes[k], *cells, *(str(counts[name][k]) for name in others))
+    if len(shown) < classes:
+        table.caption = f"{len(shown)} of {classes} classes, from large to small"
+    return table
+
+
+def _spread(counts: NDArray[np.int64], most: int) -> list[int]:
+    """At most so many classes: all in their order, or evenly from the largest to the smallest."""
+    if len(counts) <= most:
+        return list(range(len(counts)))
+    by_size = np.argsort(-counts, kind="stable")
+    return [int(k) for k in by_size[np.linspace(0, len(counts) - 1, most).round().astype(int)]]
+
+
+def contact_sheet(split: Split, rows: int, columns: int, seed: int) -> Image.Image:
+    """One row for each class as labelled. Frames: green, the label is right; red, wrong; grey, unknown."""
+    rng = np.random.default_rng(seed)
+    classes = _spread(split.clean_counts, rows)
+    title, small = ImageFont.load_default(15), ImageFont.load_default(12)
+    width = LEFT + columns * (TILE + GAP) + GAP
+    sheet = Image.new("RGB", (width, 44 + len(classes) * (TILE + CAPTION + GAP) + GAP), "white")
+    draw = ImageDraw.Draw(sheet)
+    legend = "rows: the given label; below each picture: the true one"
+    draw.text((GAP, 12), f"{split.manifest.source}, {split.name}. {legend}", "black", title)
+    for row, k in enumerate(classes):
+        top = 44 + row * (TILE + CAPTION + GAP)
+        mine = np.flatnonzero(split.given == k)
+        chosen = np.sort(rng.choice(mine, min(columns, len(mine)), replace=False))
+        draw.text((GAP, top + 20), _fit(split.classes[k], title, LEFT - 2 * GAP), "black", title)
+        draw.text((GAP, top + 42), f"{len(mine)} labelled so", UNKNOWN, small)
+        known = split.true[mine] >= 0
+        if known.any():
+            wrong = float((split.true[mine][known] != k).mean())
+            draw.text((GAP, top + 58), f"{wrong:.0%} of them wrong", UNKNOWN, small)
+        for column, index in enumerate(chosen):
+            left = LEFT + column * (TILE + GAP)
+            true = int(split.true[index])
+            colour = UNKNOWN if true < 0 else RIGHT if true == k else WRONG
+            draw.rectangle((left - 3, top - 3, left + TILE + 2, top + TILE + 2), colour)
+            sheet.paste(_tile(bytes(split.read(int(index)))), (left, top))
+            name = "?" if true < 0 else split.classes[true]
+            draw.text((left, top + TILE + 4), _fit(name, small, TILE), colour, small)
+    return sheet
+
+
+def _tile(data: bytes) -> Image.Image:
+    """The middle of the picture as a square; tiny pictures are enlarged by whole pixels."""
+    image = to_rgb(Image.open(io.BytesIO(data)))
+    side = min(image.size)
+    left, top = (image.size[0] - side) // 2, (image.size[1] - side) // 2
+    how = Image.Resampling.NEAREST if side < TILE else Image.Resampling.LANCZOS
+    return image.crop((left, top, left + side, top + side)).resize((TILE, TILE), how)
+
+
+def _fit(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
+    clean = " ".join(text.split())
+    if font.getlength(clean) <= width:
+        return clean
+    while clean and font.getlength(clean + "…") > width:
+        clean = clean[:-1]
+    return clean + "…"
+
+
+def main(argv: list[str]) -> int:
+    config = load(InspectConfig, with_url(argv, InspectConfig), "python -m shards.inspect URL", ABOUT)
+    if not config.url:
+        raise UserError("Which shards? Write: python -m shards.inspect URL")
+    split = open_split(config.url, config.split, config.cache)
+    show(config.url, split, Console())
+    if config.sheet:
+        if Path(config.sheet).suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
+            raise UserError(f"sheet={config.sheet}: give the contact sheet a name that ends in .png or .jpg.")
+        contact_sheet(split, config.rows, config.columns, config.seed).save(config.sheet)
+        print(f"Contact sheet: {config.sheet}")
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)

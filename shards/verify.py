@@ -1,0 +1,250 @@
+"""`python -m shards.verify URL`: are these shards what their manifest says? Exit code 1 if not."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import mmap
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+from PIL import Image
+from pydantic import Field
+
+from shards import manifest
+from shards.bias import counts_of
+from shards.cache import Cache
+from shards.config import CacheConfig
+from shards.manifest import FileInfo, Manifest, ShardInfo, SplitInfo
+from shards.picture import EXTENSIONS
+from shards.progress import Progress
+from shards.reader import read_manifest
+from shards.settings import Settings, UserError, load, run
+from shards.storage import Store, redact, store_at
+from shards.tar import BLOCK, header
+
+ABOUT = "Check finished shards: hashes, counts, indices and, if asked, that every picture can be decoded."
+_MOST_JSON = 1 << 20
+
+Tell = Callable[[str], None]
+
+
+class VerifyConfig(Settings):
+    url: str = Field(default="", description="the shards: a folder or URL (may be given without url=)")
+    decode: bool = Field(default=False, description="decode every picture")
+    max_pixels: int = Field(default=100_000_000, ge=1, description="larger pictures count as wrong")
+    cache: CacheConfig = Field(default_factory=CacheConfig, description="copies of remote shards")
+
+
+def with_url(argv: list[str], schema: type[Settings]) -> list[str]:
+    """`URL key=value` as `url=URL key=value`."""
+    if (
+        argv
+        and not argv[0].startswith("-")
+        and argv[0].split("=")[0].split(".")[0] not in schema.model_fields
+    ):
+        return [f"url={argv[0]}", *argv[1:]]
+    return argv
+
+
+def verify(config: VerifyConfig, tell: Tell) -> int:
+    """Tell of every problem; returns their number."""
+    store = store_at(config.url)
+    about = read_manifest(config.url)
+    problems = 0
+
+    def wrong(text: str) -> None:
+        nonlocal problems
+        problems += 1
+        tell(text)
+
+    there = store.sizes()
+    cache = Cache(store, config.cache, verify=False)
+    for name, info in about.splits.items():
+        for file in filter(None, (info.table, info.beton)):
+            _file(file, there, cache, store, wrong)
+        _SplitCheck(name, info, about, there, cache, store, config, wrong).check()
+    if about.rejected.table:
+        _file(about.rejected.table, there, cache, store, wrong)
+    listed = {manifest.FILE, "build.json", *(file.name for file in files(about))}
+    for name in sorted(set(there) - listed):
+        wrong(f"{name}: is not listed in the manifest")
+    return problems
+
+
+def files(about: Manifest) -> Iterator[FileInfo]:
+    for info in about.splits.values():
+        yield from (info.table, *info.shards)
+        if info.beton:
+            yield info.beton
+    if about.rejected.table:
+        yield about.rejected.table
+
+
+def _file(file: FileInfo, there: dict[str, int], cache: Cache, store: Store, wrong: Tell) -> Path | None:
+    """Presence, size and sha256; the local path if the file is there at all."""
+    size = there.get(file.name)
+    if size is None:
+        wrong(f"{file.name}: is missing")
+        return None
+    if size != file.bytes:
+        wrong(f"{file.name}: has {size} bytes instead of {file.bytes}")
+        if store.root is None:
+            return None
+    path = cache.local(file)
+    with open(path, "rb") as handle:
+        if hashlib.file_digest(handle, "sha256").hexdigest() != file.sha256:
+            wrong(f"{file.name}: sha256 is not that of the manifest")
+    return path
+
+
+class _SplitCheck:
+    """The checks of one split."""
+
+    def __init__(
+        self,
+        name: str,
+        info: SplitInfo,
+        about: Manifest,
+        there: dict[str, int],
+        cache: Cache,
+        store: Store,
+        config: VerifyConfig,
+        wrong: Tell,
+    ) -> None:
+        self.name, self.info, self.about, self.config = name, info, about, config
+        self.there, self.cache, self.store, self.wrong = there, cache, store, wrong
+
+    def check(self) -> None:
+        table = self._table()
+        if table is None:
+            return
+        start = 0
+        with Progress(self.info.samples, "samples", lambda text: None) as progress:
+            for number, shard in enumerate(self.info.shards):
+                rows = table.slice(start, shard.samples).to_pydict()
+                path = _file(shard, self.there, self.cache, self.store, self.wrong)
+                if path is not None and shard.bytes:
+                    self._shard(number, shard, start, rows, path)
+                start += shard.samples
+                progress.step(shard.samples)
+
+    def _table(self) -> pa.Table | None:
+        """The sample table, if it can be used; its own contradictions are told."""
+        name, info, classes = self.info.table.name, self.info, len(self.about.classes)
+        if name not in self.there:
+            return None
+        try:
+            table = pa.parquet.read_table(self.cache.local(info.table))
+            if table.schema.names != manifest.TABLE.names:
+                raise pa.ArrowInvalid("other columns than expected")
+        except (pa.ArrowException, OSError) as error:
+            self.wrong(f"{name}: cannot be read ({error})")
+            return None
+        if len(table) != info.samples:
+            self.wrong(f"{name}: has {len(table)} rows instead of {info.samples}")
+            return None
+        if not np.array_equal(table["index"].to_numpy(), np.arange(len(table))):
+            self.wrong(f"{name}: indices are not 0..{len(table) - 1}")
+        given = table["given"].to_numpy()
+        if len(given) and (given.min() < 0 or given.max() >= classes):
+            self.wrong(f"{name}: a label is outside 0..{classes - 1}")
+        elif counts_of(given, classes).tolist() != info.given_counts:
+            self.wrong(f"{name}: class counts are not those of the manifest")
+        if self.name == "train" and int(np.sum(table["flipped"].to_numpy())) != self.about.bias.flipped:
+            self.wrong(f"{name}: the number of flipped labels is not that of the manifest")
+        return table
+
+    def _shard(self, number: int, shard: ShardInfo, start: int, rows: dict[str, Any], path: Path) -> None:
+        """Walk the tar by what should be there, byte by byte; name the samples that are not so."""
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            damaged = hashlib.sha256(data).hexdigest() != shard.sha256
+            place = 0
+            for row in range(shard.samples):
+                sample = {name: column[row] for name, column in rows.items()}
+                trouble, place = self._sample(data, place, number, start + row, sample)
+                if trouble is None and (damaged or self.config.decode):
+                    trouble = self._decode(data, sample)
+                if trouble:
+                    self.wrong(f"{shard.name}: sample {start + row} ({sample['key']!r}): {trouble}")
+                if place < 0:
+                    return
+            if data[place:] != b"\0" * (2 * BLOCK):
+                self.wrong(f"{shard.name}: does not end after its last sample")
+
+    def _sample(
+        self, data: mmap.mmap, place: int, number: int, index: int, sample: dict[str, Any]
+    ) -> tuple[str | None, int]:
+        """(what is wrong, where the next sample starts; -1: no way to go on)."""
+        size, extension = sample["size"], sample["format"]
+        if extension not in EXTENSIONS:
+            return f"format {extension!r} is not allowed", -1
+        if sample["shard"] != number or sample["offset"] != place + BLOCK:
+            return "the table points to another place", -1
+        if data[place : place + BLOCK] != header(f"{index:08d}.{extension}".encode(), size):
+            return "the tar header of the picture is wrong", -1
+        place = sample["offset"] + size + -size % BLOCK
+        try:
+            length = int(data[place + 124 : place + 135], 8)
+            if (
+                data[place : place + BLOCK] != header(f"{index:08d}.json".encode(), length)
+                or length > _MOST_JSON
+            ):
+                raise ValueError
+        except ValueError:
+            return "the tar header of the JSON is wrong", -1
+        body = data[place + BLOCK : place + BLOCK + length]
+        place += BLOCK + length + -length % BLOCK
+        wanted = {
+            "index": index,
+            "label": sample["given"],
+            "class": self.about.classes[sample["given"]],
+            "true_label": sample["true"] if sample["true"] >= 0 else None,
+            "flipped": sample["flipped"],
+            "key": sample["key"],
+        }
+        try:
+            same = json.loads(body) == wanted
+        except ValueError:
+            same = False
+        return (None if same else "its JSON does not say what the table says"), place
+
+    def _decode(self, data: mmap.mmap, sample: dict[str, Any]) -> str | None:
+        content = data[sample["offset"] : sample["offset"] + sample["size"]]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", Image.DecompressionBombWarning)
+                with Image.open(io.BytesIO(content), formats=("JPEG", "PNG", "WEBP")) as image:
+                    if image.size[0] * image.size[1] > self.config.max_pixels:
+                        return f"too many pixels ({image.size[0]} x {image.size[1]})"
+                    image.load()
+        except Exception as error:  # decoders raise anything on broken bytes
+            return f"cannot be decoded ({type(error).__name__}: {error})"
+        return None
+
+
+def main(argv: list[str]) -> int:
+    config = load(VerifyConfig, with_url(argv, VerifyConfig), "python -m shards.verify URL", ABOUT)
+    if not config.url:
+        raise UserError("Which shards? Write: python -m shards.verify URL")
+    problems = verify(config, print)
+    about = read_manifest(config.url)
+    samples = sum(info.samples for info in about.splits.values())
+    how = "and decoded " if config.decode else ""
+    if problems:
+        print(f"{redact(config.url)}: {problems} problems. Copy the files again, or build them anew.")
+        return 1
+    print(
+        f"{redact(config.url)}: {samples} samples in {len(list(files(about)))} files checked {how}- all well."
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,338 @@
+"""Shards elsewhere: the same bytes, fetched once, checked, bounded, in spite of a bad network."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import multiprocessing
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+from shards_help import fill
+
+from shards import build as building
+from shards import storage, verify
+from shards.build import ensure
+from shards.cache import Cache
+from shards.config import BuildConfig, CacheConfig
+from shards.manifest import ShardInfo
+from shards.reader import open_split, read_manifest
+from shards.settings import UserError
+from shards.storage import patiently, redact, store_at
+
+
+def quiet(text: str) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fill(tmp_path_factory.mktemp("storage") / "in", {"ant": 30, "bee": 20})
+
+
+def config(folder: Path, output: str) -> BuildConfig:
+    tree = {"source": "folder", "path": str(folder), "output": output, "shard_samples": 8, "noise": 0.2}
+    return BuildConfig.model_validate(tree)
+
+
+@pytest.fixture(scope="module")
+def local(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return ensure(config(folder, str(tmp_path_factory.mktemp("storage") / "local")), quiet)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> CacheConfig:
+    return CacheConfig(folder=str(tmp_path / "cache"), reserve_gb=0, deadline=5)
+
+
+@pytest.fixture
+def remote(folder: Path) -> Iterator[str]:
+    """Shards in fsspec's memory."""
+    url = ensure(config(folder, f"memory://shards-{time.monotonic_ns()}"), quiet)
+    yield url
+    fsspec.filesystem("memory").rm(url, recursive=True)
+
+
+def shards_of(url: str) -> list[ShardInfo]:
+    return read_manifest(url).splits["train"].shards
+
+
+def test_a_remote_build_has_the_same_bytes_and_leaves_no_temporary_files(remote: str, local: str) -> None:
+    fs = fsspec.filesystem("memory")
+    found = {Path(name).name: fs.cat_file(name) for name in fs.find(remote)}
+    assert found == {path.name: path.read_bytes() for path in Path(local).iterdir()}
+
+
+def test_remote_samples_equal_local_ones(remote: str, local: str, cache: CacheConfig) -> None:
+    there, here = open_split(remote, cache=cache), open_split(local)
+    assert np.array_equal(there.given, here.given)
+    there.will_need(range(len(there.shard_sizes)))
+    for index in range(len(here)):
+        assert there.read(index) == here.read(index)
+    assert there.keys() == here.keys()
+
+
+def test_nothing_is_built_twice_at_a_url(remote: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(building, "collect", lambda *_: pytest.fail("looked at the source again"))
+    assert ensure(config(folder, remote), quiet) == remote
+
+
+def test_remote_shards_are_verified_too(remote: str, cache: CacheConfig) -> None:
+    told: list[str] = []
+    options = verify.VerifyConfig(url=remote, decode=True, cache=cache)
+    assert verify.verify(options, told.append) == 0
+    fs = fsspec.filesystem("memory")
+    name = f"{remote}/train-000001.tar"
+    data = bytearray(fs.cat_file(name))
+    data[5000] ^= 1
+    fs.pipe_file(name, bytes(data))
+    for copy in Path(cache.folder).glob("*.tar"):
+        copy.unlink()
+    assert verify.verify(options, told.append) >= 1
+    assert told[0] == "train-000001.tar: sha256 is not that of the manifest"
+
+
+class Flaky:
+    """A file system whose downloads misbehave as told, once each."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *faults: object) -> None:
+        self.faults = list(faults)
+        self.calls = 0
+        real = storage.RemoteStore.fetch
+
+        def fetch(store: storage.RemoteStore, name: str, target: Path) -> None:
+            self.calls += 1
+            fault = self.faults.pop(0) if self.faults else None
+            if isinstance(fault, BaseException):
+                raise fault
+            real(store, name, target)
+            if fault == "cut":
+                os.truncate(target, 100)
+            if fault == "flip":
+                data = bytearray(target.read_bytes())
+                data[len(data) // 2] ^= 1
+                target.write_bytes(data)
+
+        monkeypatch.setattr(storage.RemoteStore, "fetch", fetch)
+        monkeypatch.setattr(storage.time, "sleep", lambda _: None)
+
+
+@pytest.mark.parametrize("fault", ["cut", "flip", OSError("connection reset"), TimeoutError()])
+def test_a_bad_download_is_noticed_and_done_again(
+    fault, remote: str, cache: CacheConfig, monkeypatch
+) -> None:
+    flaky = Flaky(monkeypatch, fault, fault)
+    shard = shards_of(remote)[0]
+    path = Cache(store_at(remote), cache).local(shard)
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == shard.sha256
+    assert flaky.calls == 3
+    assert not list(Path(cache.folder).glob("*.tmp"))
+
+
+def test_what_cannot_get_better_fails_at_once(remote: str, cache: CacheConfig, monkeypatch) -> None:
+    shard = shards_of(remote)[0]
+    flaky = Flaky(monkeypatch, FileNotFoundError())
+    with pytest.raises(UserError, match=r"train-000000\.tar is missing"):
+        Cache(store_at(remote), cache).local(shard)
+    flaky.faults = [PermissionError("Access Denied")]
+    with pytest.raises(UserError, match=r"train-000000\.tar may not be read.*Access Denied.*credentials"):
+        Cache(store_at(remote), cache).local(shard)
+    assert flaky.calls == 2
+
+
+def test_a_network_that_stays_bad_ends_at_the_deadline_with_the_shard_named() -> None:
+    tries = []
+
+    def never() -> None:
+        tries.append(time.monotonic())
+        raise OSError("connection reset")
+
+    begun = time.monotonic()
+    with pytest.raises(UserError, match=r"Shard x could not be had within 2 s: connection reset"):
+        patiently(never, "Shard x", 2)
+    assert 0.5 < time.monotonic() - begun < 4
+    pauses = np.diff(tries)
+    assert len(pauses) >= 2
+    assert pauses[-1] > pauses[0] / 3  # they grow, with some chance in it
+
+
+def test_a_poisoned_copy_is_fetched_again(remote: str, cache: CacheConfig) -> None:
+    shard = shards_of(remote)[0]
+    path = Cache(store_at(remote), cache).local(shard)
+    for poison in (b"\0" * shard.bytes, b"half"):
+        path.write_bytes(poison)
+        assert Cache(store_at(remote), cache).local(shard) == path
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == shard.sha256
+
+
+def test_the_cache_keeps_its_budget(remote: str, local: str, tmp_path: Path) -> None:
+    shards = shards_of(remote)
+    budget = sum(sorted(shard.bytes for shard in shards)[-2:]) + 1000
+    small = CacheConfig(folder=str(tmp_path / "cache"), max_gb=budget / 1e9, reserve_gb=0, ahead=1)
+    there, here = open_split(remote, cache=small), open_split(local)
+    there.will_need(range(len(shards)))
+    for index in range(len(here)):  # plan order
+        assert there.read(index) == here.read(index)
+        kept = sum(path.stat().st_size for path in Path(small.folder).glob("*.tar"))
+        assert kept <= budget
+    for index in np.random.default_rng(0).permutation(len(here))[:30]:
+        assert there.read(index) == here.read(index)
+    assert len(there._maps) <= 3
+    tiny = CacheConfig(folder=str(tmp_path / "tiny"), max_gb=1e-6, reserve_gb=0)
+    with pytest.raises(UserError, match=r"does not fit a cache of 1e-06 GB\. Raise max_gb"):
+        Cache(store_at(remote), tiny).local(shards[0])
+
+
+def test_shards_are_fetched_ahead_in_plan_order(remote: str, cache: CacheConfig, monkeypatch) -> None:
+    order: list[str] = []
+    real = storage.RemoteStore.fetch
+
+    def fetch(store, name, target):
+        order.append(name)
+        real(store, name, target)
+
+    monkeypatch.setattr(storage.RemoteStore, "fetch", fetch)
+    split = open_split(remote, cache=cache)
+    order.clear()
+    split.will_need([3, 1, 4, 0])
+    _until(lambda: len(order) == 2)
+    time.sleep(0.1)
+    assert order == ["train-000003.tar", "train-000001.tar"]  # two ahead, no more
+    split.read(3 * 8)
+    _until(lambda: len(order) == 3)
+    split.read(1 * 8)
+    _until(lambda: len(order) == 4)
+    assert order[2:] == ["train-000004.tar", "train-000000.tar"]
+
+
+def _until(condition, seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_threads_and_forked_processes_read_the_same(remote: str, local: str, cache: CacheConfig) -> None:
+    there, here = open_split(remote, cache=cache), open_split(local)
+    wanted = hashlib.sha256(b"".join(bytes(here.read(i)) for i in range(len(here)))).hexdigest()
+    found: list[str] = []
+
+    def read() -> str:
+        return hashlib.sha256(b"".join(bytes(there.read(i)) for i in range(len(there)))).hexdigest()
+
+    threads = [threading.Thread(target=lambda: found.append(read())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [wanted] * 4
+    again = open_split(remote, cache=cache)
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    child = context.Process(target=lambda: answers.put(_digest(again)))
+    child.start()
+    assert answers.get(timeout=30) == wanted
+    child.join()
+
+
+def _digest(split) -> str:
+    return hashlib.sha256(b"".join(bytes(split.read(i)) for i in range(len(split)))).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("url", "sentence"),
+    [
+        ("pipe:cat /etc/passwd", "neither a folder nor a URL"),
+        ("sftp://host/x", "not read from sftp:// URLs"),
+        ("s3://key:secret@bucket/x", r"s3://\*\*\*@bucket/x carries a password"),
+    ],
+)
+def test_urls_that_are_refused(url: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence) as caught:
+        store_at(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_secrets_do_not_reach_messages() -> None:
+    assert redact("https://me:pw@host/x?token=abc") == "https://***@host/x"
+
+
+def test_a_file_url_is_a_folder(local: str) -> None:
+    assert len(open_split(f"file://{local}")) == len(open_split(local))
+
+
+@contextlib.contextmanager
+def s3_server() -> Iterator[str]:
+    pytest.importorskip("moto")
+    from moto.server import ThreadedMotoServer
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
+    server.start()
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.stop()
+
+
+@pytest.mark.timeout(120)
+def test_s3_from_build_to_reading(folder: Path, local: str, cache: CacheConfig, monkeypatch) -> None:
+    pytest.importorskip("s3fs")
+    import boto3
+
+    with s3_server() as endpoint:
+        for name, value in {
+            "AWS_ENDPOINT_URL": endpoint,
+            "AWS_ACCESS_KEY_ID": "x",
+            "AWS_SECRET_ACCESS_KEY": "y",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }.items():
+            monkeypatch.setenv(name, value)
+        boto3.client("s3").create_bucket(Bucket="pictures")
+        storage._filesystem.cache_clear()
+        url = ensure(config(folder, "s3://pictures/deep/shards"), quiet)
+        there, here = open_split(url, cache=cache), open_split(local)
+        assert there.manifest.hash == here.manifest.hash
+        there.will_need(range(len(there.shard_sizes)))
+        assert _digest(there) == _digest(here)
+        assert verify.verify(verify.VerifyConfig(url=url, cache=cache), print) == 0
+        listed = boto3.client("s3").list_objects_v2(Bucket="pictures")["Contents"]
+        assert {Path(item["Key"]).name for item in listed} == {path.name for path in Path(local).iterdir()}
+        with pytest.raises(UserError, match="no finished shards at s3://pictures/nowhere"):
+            open_split("s3://pictures/nowhere")
+        storage._filesystem.cache_clear()
+
+
+def _fetch_in_process(remote_folder: str, cache_folder: str, log: str) -> None:
+    class Recorded(storage.RemoteStore):
+        def fetch(self, name: str, target: Path) -> None:
+            with open(log, "a") as file:
+                file.write(f"{name}\n")
+            time.sleep(0.3)
+            target.write_bytes((Path(remote_folder) / name).read_bytes())
+
+    store = Recorded("memory://elsewhere", "memory")
+    for shard in shards_of(remote_folder):
+        Cache(store, CacheConfig(folder=cache_folder, reserve_gb=0)).local(shard)
+
+
+def test_processes_of_one_machine_share_one_copy(local: str, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    arguments = (local, str(tmp_path / "cache"), str(tmp_path / "log"))
+    ranks = [context.Process(target=_fetch_in_process, args=arguments) for _ in range(3)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+        assert rank.exitcode == 0
+    fetched = (tmp_path / "log").read_text().split()
+    assert sorted(fetched) == sorted(shard.name for shard in shards_of(local))
