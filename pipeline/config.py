@@ -141,16 +141,23 @@ def combine(file_tree: Tree, overrides: Tree) -> Tree:
     if not isinstance(recipes, dict):
         raise UserError("recipes: must hold one block per method name.")
     chosen = settings.merge(file_tree, overrides)
-    method = chosen.get("method", {})
-    name = method.get("name", Prototypical().name) if isinstance(method, dict) else method
-    recipe = recipes.get(name) or {}
+    name = _section(chosen, "method").get("name", Prototypical().name)
+    recipe = _section(recipes, name)
     if chosen.get("recipe", "own") == "common":
-        recipe = {key: value for key, value in recipe.items() if key == "method"}
-    tree = settings.merge(settings.merge(file_tree, recipe), overrides)
-    file_method = file_tree.get("method", {})
-    if file_method.get("name", name) != name:  # the file's options belong to another method
-        tree["method"] = settings.merge(recipe.get("method", {}), overrides.get("method", {}))
-    return tree
+        recipe = {"method": _section(recipe, "method")}
+    of_file = _section(file_tree, "method")
+    if of_file.get("name", name) != name:  # the file's options belong to another method
+        of_file = {}
+    tree = settings.merge(settings.merge(file_tree, {**recipe, "method": {}}), overrides)
+    options = settings.merge(settings.merge(of_file, _section(recipe, "method")), _section(overrides, "method"))
+    return {**tree, "method": {**options, "name": name}}
+
+
+def _section(tree: Tree, key: str) -> Tree:
+    part = tree.get(key) or {}
+    if not isinstance(part, dict):
+        raise UserError(f"{key}: holds settings of its own, for example {key}.name=prototypical.")
+    return part
 
 
 def load(argv: list[str]) -> Config:
