@@ -153,7 +153,7 @@ def _curves(runs: Sequence[Run], keys: dict[str, str], ylabel: str) -> Figure | 
     keys = {key: title for key, title in keys.items() if any(series(run.data, key)[0] for run in runs)}
     if not keys:
         return None
-    figure, axes = _new(4.2 + 2.6 * len(keys) if len(keys) > 1 else 6.4, 3.8, len(keys))
+    figure, axes = _new(3.6 * len(keys) if len(keys) > 1 else 6.4, 3.6 if len(keys) > 1 else 3.8, len(keys))
     for ax, (key, title) in zip(axes, keys.items()):
         for run in runs:
             epochs, values = series(run.data, key)
@@ -202,7 +202,7 @@ def groups(runs: Sequence[Run]) -> Figure | None:
     panels = {title: rows for title, rows in panels.items() if any(_finite(row) for row in rows)}
     if not panels:
         return None
-    figure, axes = _new(4.4 * len(panels), 3.8, len(panels))
+    figure, axes = _new(3.8 * len(panels), 4.2, len(panels))
     for ax, (title, rows) in zip(axes, panels.items()):
         width = 0.8 / len(runs)
         for place, (run, row) in enumerate(zip(runs, rows)):
@@ -215,7 +215,13 @@ def groups(runs: Sequence[Run]) -> Figure | None:
         ax.set_xticks(range(3), ["many\n(>100)", "medium\n(20-100)", "few\n(<20)"])
     axes[0].set_ylabel("percent")
     if len(runs) > 1:
-        axes[-1].legend(frameon=False, fontsize=8, loc="lower right")
+        figure.legend(
+            *axes[0].get_legend_handles_labels(),
+            loc="outside lower center",
+            ncols=3,
+            frameon=False,
+            fontsize=8,
+        )
     return figure
 
 
@@ -240,7 +246,10 @@ def _per_head(runs: Sequence[Run], key: str, title: str, ylabel: str, uniform: b
         return None
     figure, (ax,) = _new()
     for run in runs:
-        for number, (head, values) in enumerate(run.data[key].items()):
+        heads = list(run.data[key].items())
+        if len(runs) > 1:  # the head that counts, and the linear one to compare with
+            heads = heads[:1] + [head for head in heads[1:] if head[0] == "linear"]
+        for number, (head, values) in enumerate(heads):
             look = style(run.method)
             if len(runs) == 1:
                 look = {
@@ -272,9 +281,9 @@ def class_size(runs: Sequence[Run]) -> Figure | None:
     for run in runs:
         look = style(run.method)
         counts, accuracy = (
-            np.asarray(run.data["class_counts"]),
-            np.asarray(run.data["per_class_accuracy"], float),
+            np.asarray(run.data[key], float) for key in ("class_counts", "per_class_accuracy")
         )
+        accuracy = 100 * accuracy
         ax.scatter(
             counts, accuracy, s=26, color=look["color"], marker=look["marker"], label=run.label, alpha=0.8
         )

@@ -39,6 +39,7 @@ TITLES = {
     "class_size": "Accuracy against class size",
 }
 MARK = "reduced"
+TEXT_COLUMNS = ("scale", "recipe", "backbone", "seeds", "run ids", "status", "run id")
 
 
 def shown(column: str, mean: Mean | None) -> str:
@@ -88,20 +89,22 @@ class Document:
         look.
         """
         self.html.append("<div class='scroll'><table><thead><tr>")
-        self.html += [f"<th>{escape(name)}</th>" for name in header]
+        text = [place < left or name in TEXT_COLUMNS for place, name in enumerate(header)]
+        self.html += [
+            f"<th class='{'left' if t else ''}'>{escape(name)}</th>" for t, name in zip(text, header)
+        ]
         self.html.append("</tr></thead><tbody>")
         for row in rows:
             cells = []
             for place, cell in enumerate(row):
-                css = "left" if place < left else ""
+                css = "left" if text[place] else ""
+                css += " wrap" if header[place] in ("scale", "run ids") else ""
                 css += " missing" if cell in ("not run", "–") else ""
                 cells.append(f"<td class='{css}'>{_marked(cell)}</td>")
             self.html.append(f"<tr>{''.join(cells)}</tr>")
         self.html.append("</tbody></table></div>")
         self.markdown.append("| " + " | ".join(header) + " |")
-        self.markdown.append(
-            "|" + "|".join(" --- " if i < left else " ---: " for i in range(len(header))) + "|"
-        )
+        self.markdown.append("|" + "|".join(" --- " if t else " ---: " for t in text) + "|")
         self.markdown += [
             "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows
         ] + [""]
@@ -109,7 +112,8 @@ class Document:
     def picture(self, path: Path, title: str) -> None:
         data = base64.b64encode(path.read_bytes()).decode()
         image = f"<img alt='{escape(title)}' src='data:image/png;base64,{data}'>"
-        self.html.append(f"<figure>{image}</figure>")
+        wide = int.from_bytes(path.read_bytes()[16:20], "big") > 900  # a PNG's width
+        self.html.append(f"<figure class='{'wide' if wide else ''}'>{image}</figure>")
         self.markdown += [f"![{title}]({path.relative_to(self.folder)})", ""]
 
     def open(self, title: str, opened: bool) -> None:
@@ -195,10 +199,8 @@ def paper(doc: Document, runs: Sequence[Result]) -> None:
     doc.text(f"{source}. Ours: mean ± sample standard deviation over n seeds.")
     doc.text(f"[{MARK}] marks a cell run at another scale than the paper's: its difference is no result.")
     for table in tables:
-        doc.open(
-            f"{_table_name(table.id)}: {table.title} ({table.run} of {len(table.cells)} cells run)",
-            table.run > 0,
-        )
+        run, every = table.run
+        doc.open(f"{_table_name(table.id)}: {table.title} ({run} of {every} cells run)", run > 0)
         doc.notes(table.notes)
         both = [f"{who} {column}" for who in ("paper", "ours") for column in table.columns]
         header = ["data", "method", *both, "n", "scale", "recipe", "epochs", "backbone", "run ids"]

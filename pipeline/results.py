@@ -209,8 +209,10 @@ class Table:
     cells: tuple[Cell, ...]
 
     @property
-    def run(self) -> int:
-        return sum(1 for cell in self.cells if cell.rows)
+    def run(self) -> tuple[int, int]:
+        """(cells with runs, cells); a cell run with two sets of settings counts once."""
+        every = {(cell.shown, cell.where) for cell in self.cells}
+        return len({(cell.shown, cell.where) for cell in self.cells if cell.rows}), len(every)
 
 
 def paper_tables(runs: Sequence[Result]) -> tuple[str, list[Table]]:
@@ -224,7 +226,7 @@ def paper_tables(runs: Sequence[Result]) -> tuple[str, list[Table]]:
     tables = []
     for table in data["tables"]:
         cells: list[Cell] = []
-        for cell in table["cells"]:
+        for cell in sorted(table["cells"], key=lambda c: (c["dataset"], c["noise"], c["rho"])):
             answers = [run for run in finished if _answers(run, table["id"], cell, data["standard"])]
             where = f"{cell['dataset']} rho={cell['rho']:g} noise={cell['noise']:g}"
             rows: list[Row | None] = [row for group in compare(answers).values() for row in group]
