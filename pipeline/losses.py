@@ -33,9 +33,14 @@ def full_precision(function: Callable[P, R]) -> Callable[P, R]:
 
 
 @full_precision
+def sample_losses(logits_BK: Tensor, label_B: Tensor) -> Tensor:
+    """(B,) cross-entropy of each row."""
+    return F.cross_entropy(logits_BK, label_B, reduction="none")
+
+
 def cross_entropy(logits_BK: Tensor, label_B: Tensor, weight_B: Tensor, world: World) -> Tensor:
     """Weighted mean of the cross-entropy over the global batch."""
-    return world.mean_over(F.cross_entropy(logits_BK, label_B, reduction="none"), weight_B)
+    return world.mean_over(sample_losses(logits_BK, label_B), weight_B)
 
 
 @full_precision
@@ -70,3 +75,9 @@ def instance_contrastive(
 def prototype_logits(z_BD: Tensor, prototypes_KD: Tensor, temperature: float) -> Tensor:
     """Scores of the prototypical classifier (paper eq. 2), with the temperature its thresholds need."""
     return z_BD @ prototypes_KD.T / temperature
+
+
+@full_precision
+def given_confidence(logits_BK: Tensor, label_B: Tensor) -> Tensor:
+    """(B,) probability of the label."""
+    return logits_BK.softmax(1).gather(1, label_B[:, None])[:, 0]

@@ -63,6 +63,10 @@ def cleaning_metrics(
             label = beliefs.label.cpu().numpy()
             out["clean/relabelled"] = float((label != given).mean())
             out["clean/doubtful"] = float((~guess & (label == given)).mean())
+    for head, score in _scores(beliefs).items():
+        for group, member in groups.items():
+            if member[given].any():
+                out[f"confidence/{head}/{group}"] = float(score[member[given]].mean())
     known = true >= 0
     if not known.any():
         return out
@@ -75,16 +79,30 @@ def cleaning_metrics(
         for group, member in groups.items():
             rows = known & member[given]
             if rows.any():
-                out[f"clean/f1_{group}"] = detection(right[rows], guess[rows])["f1"]
-                out[f"noisy/f1_{group}"] = detection(~right[rows], ~guess[rows])["f1"]
-    if beliefs.score is not None:
-        area = area_under_curve(right[known], beliefs.score.cpu().numpy()[known])
+                out |= {f"clean/{name}_{group}": v for name, v in detection(right[rows], guess[rows]).items()}
+                out |= {f"noisy/{name}_{group}": v for name, v in detection(~right[rows], ~guess[rows]).items()}
+    for head, score in _scores(beliefs).items():
+        area = area_under_curve(right[known], score[known])
         if area is not None:
-            out["clean/auc"] = area
+            out["clean/auc" if head == FIRST else f"clean/auc_{head}"] = area
+    if beliefs.basis is not None:
+        label, weight = (part.cpu().numpy() for part in beliefs.basis)
+        held = weight[known].sum()
+        if held > 0:  # share of the class centres' weight that stands for the right class
+            out["prototype/purity"] = float(weight[known & (label == true)].sum() / held)
     if beliefs.label is not None:
+        label = beliefs.label.cpu().numpy()
         out["clean/noise_before"] = float((~right[known]).mean())
         out["clean/noise_after"] = float((label[known] != true[known]).mean())
         changed = known & (label != given)
         if changed.any():
             out["clean/relabel_accuracy"] = float((label[changed] == true[changed]).mean())
     return out
+
+
+FIRST = "first"  # the head that counts, whatever a method calls it
+
+
+def _scores(beliefs: Beliefs) -> dict[str, np.ndarray]:
+    heads = {FIRST: beliefs.score, **beliefs.other_scores}
+    return {head: score.cpu().numpy() for head, score in heads.items() if score is not None}

@@ -304,6 +304,8 @@ def check_fits(config: Config, split: Split, tree: dict[str, Any], name: str) ->
     advice = "Give another `output` to start anew, or restore the settings to go on."
     if tree["data"]["manifest"] != split.manifest.hash:
         raise UserError(f"Checkpoint {name} belongs to other shards (its manifest has another hash). {advice}")
+    if tree["config"]["method"]["name"] != config.method.name:
+        raise UserError(f"Checkpoint {name} is one of method.name={tree['config']['method']['name']}. {advice}")
     then, now = flatten(tree["config"]), flatten(config.model_dump(mode="json"))
     fixed = [k for k in sorted(then.keys() | now.keys()) if not any(k == m or k.startswith(m + ".") for m in MAY_CHANGE)]
     changed = [f"{key} was {then.get(key)!r}, is {now.get(key)!r}" for key in fixed if then.get(key) != now.get(key)]

@@ -63,7 +63,8 @@ def run_to_end(config: configuration.Config, world: World = World(), looks: int 
 
 @pytest.fixture(scope="module")
 def straight(digits: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_to_end(configured(digits, tmp_path_factory.mktemp("straight")))
+    folder = tmp_path_factory.mktemp("straight")
+    return {**run_to_end(configured(digits, folder)), "folder": folder}
 
 
 # 3 looks at each warm-up step and 2 batches or so at each survey and evaluation; training steps between.
@@ -99,8 +100,13 @@ def test_true_labels_serve_metrics_only(digits, tmp_path, straight) -> None:
         assert torch.equal(value, straight["state"][name]), name
 
 
+# No batch statistics, and steps so small that rounding is not blown up: then ranks must agree closely. A label is believed
+# or not, so cleaning is compared apart, on one trained network.
+EXACT = ("model.norm=group", "train.epochs=2", "optim.lr=0.002", "method.cleaning_start=9")
+
+
 def on_some_ranks(world: World, url: str, folder: str, looks: int | None, *words: str) -> dict[str, Any]:
-    return run_to_end(configured(url, Path(folder), "model.norm=group", "train.epochs=2", *words), world, looks)
+    return run_to_end(configured(url, Path(folder), *EXACT, *words), world, looks)
 
 
 @pytest.mark.dist
@@ -117,12 +123,40 @@ def test_any_number_of_ranks_is_the_same_training(digits, tmp_path, ranks) -> No
     for name, value in alone["state"].items():
         other = parts[0]["state"][name]
         if value.is_floating_point():
-            assert torch.allclose(value, other, atol=2e-3), name
+            assert torch.allclose(value, other, atol=2e-4), name
         else:
-            assert (value == other).double().mean() > 0.99, name
-    for key in ("test/top1", "clean/f1", "clean/threshold", "loss/total", "loss/cc", "loss/pc", "loss/ce"):
-        assert parts[0]["history"][-1][key] == pytest.approx(alone["history"][-1][key], rel=0.01, abs=0.3), key
+            assert torch.equal(value, other), name
+    for key in ("test/top1", "clean/auc", "loss/total", "loss/cc", "loss/pc", "loss/ce"):
+        assert parts[0]["history"][-1][key] == pytest.approx(alone["history"][-1][key], rel=1e-4), key
     assert parts[0]["confusion"].sum() == alone["confusion"].sum() == 359
+
+
+def look_and_believe(world: World, url: str, folder: str) -> dict[str, Any]:
+    """Survey, prototypes, cleaning and evaluation of a trained network, as the next epoch would start."""
+    trainer, _ = train.build(configured(url, Path(folder)), world)
+    trainer.method.enter(1, 2)
+    trainer._believe()
+    trainer.method.end_epoch(trainer._survey())
+    state = trainer.method.state_dict()
+    names = ("prototypes", "current", "weight", "refined", "clean", "flagged")
+    found = trainer.evaluate_all()["test"]
+    return {**{n: state[n].clone() for n in names}, "confusion": found.confusion, "test": found.metrics, "clean_": trainer.found}
+
+
+@pytest.mark.dist
+def test_beliefs_and_evaluation_do_not_depend_on_ranks(digits, straight) -> None:
+    alone = on_ranks(1, look_and_believe, digits, str(straight["folder"]))[0]
+    assert 0.05 < alone["clean"].float().mean() < 0.95  # there is something to decide
+    for ranks in (2, 4):
+        parts = on_ranks(ranks, look_and_believe, digits, str(straight["folder"]))
+        for part in parts:
+            for name in ("prototypes", "current", "weight"):
+                assert torch.allclose(part[name], alone[name], atol=2e-6), name
+            for name in ("refined", "clean", "flagged"):
+                assert torch.equal(part[name], alone[name]), name
+            assert (part["confusion"] == alone["confusion"]).all()
+            assert part["test"] == pytest.approx(alone["test"], rel=1e-6)
+        assert parts[0]["clean_"] == pytest.approx(alone["clean_"], rel=1e-5)
 
 
 @pytest.mark.dist
@@ -135,7 +169,7 @@ def test_a_run_stopped_on_two_ranks_goes_on_with_the_same_samples_on_one(digits,
 
 
 def stop_then_leave(world: World, url: str, folder: str, looks: int) -> list[Any]:
-    trainer, _ = train.build(configured(url, Path(folder), "model.norm=group", "train.epochs=2"), world)
+    trainer, _ = train.build(configured(url, Path(folder), *EXACT), world)
     seen: list[Any] = []
     trainer.on_batch = lambda at, b: seen.append((at.stage, at.epoch, at.step, b.index[b.valid > 0].tolist()))
     trainer.pulse.wish = StopAt(looks) if world.rank == 1 else None  # one rank is asked, both stop

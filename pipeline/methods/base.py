@@ -37,7 +37,9 @@ class Beliefs:
     weight: Tensor | None = None  # (N,) float
     label: Tensor | None = None  # (N,) refined label
     clean: Tensor | None = None  # (N,) bool
-    score: Tensor | None = None  # (N,) float, confidence in the given label
+    score: Tensor | None = None  # (N,) float, confidence in the given label by the head that counts
+    other_scores: dict[str, Tensor] = field(default_factory=dict)  # the same by other heads
+    basis: tuple[Tensor, Tensor] | None = None  # (N,) labels and (N,) weights that class centres rest on
     extra: dict[str, float] = field(default_factory=dict)  # scalars worth a curve, e.g. the threshold
 
 

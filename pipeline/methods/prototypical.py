@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from pipeline import cleaning, mixing
 from pipeline.config import Config
 from pipeline.data.batch import Batch, Pass, TrainingSet
-from pipeline.losses import cross_entropy, instance_contrastive, prototype_logits, soft_cross_entropy
+from pipeline.losses import cross_entropy, given_confidence, instance_contrastive, prototype_logits, soft_cross_entropy
 from pipeline.methods.base import Beliefs, OneNetwork, Stage
 from pipeline.methods.options import Prototypical as Options
 from pipeline.prototypes import class_prototypes
@@ -54,7 +54,7 @@ class Prototypical(OneNetwork):
         self.register_buffer("refined", torch.from_numpy(data.given).to(torch.int16 if K < 2**15 else torch.int32))
         self.register_buffer("clean", torch.ones(N, dtype=torch.bool))
         self.register_buffer("flagged", torch.zeros(N, dtype=torch.uint8))
-        self.score: Tensor | None = None  # (N,) confidence in the given label, until the epoch's metrics are made
+        self.told: Beliefs | None = None  # what the survey showed, until the epoch's metrics are made
         self.empty_classes = 0
 
     def stages(self) -> list[Stage]:
@@ -86,46 +86,56 @@ class Prototypical(OneNetwork):
     def begin_epoch(self, survey: Survey | None) -> None:
         if survey is None:
             return
+        basis = (self._prototype_labels().clone(), self.weight.clone())
         self.prototypes.copy_(self._prototypes_of(survey))
+        given = self._given(survey.index)
+        scores = {"prototype": prototype_logits(survey["z"], self.prototypes, self.options.temperature), "linear": survey["linear"]}
+        told = {head: survey.everywhere(given_confidence(logits, given)) for head, logits in scores.items()}
         if self.cleaning_now:
-            self._clean(survey)
+            self._clean(survey, scores["prototype"], given)
+        self.told = Beliefs(score=told.pop("prototype"), other_scores=told, basis=basis)
 
     def end_epoch(self, survey: Survey | None) -> None:
         if survey is not None:
             self.current.copy_(self._prototypes_of(survey))
 
+    def _prototype_labels(self) -> Tensor:
+        """(N,) the labels prototypes are averaged by."""
+        if self.options.prototype_labels == "refined":
+            return self.refined
+        return torch.from_numpy(self.data.given).to(self.weight.device)
+
     def _prototypes_of(self, survey: Survey) -> Tensor:
         """Weighted by the weights of the last cleaning, which are all 1 before the first."""
-        label = self.refined if self.options.prototype_labels == "refined" else self._given(survey.index)
-        label = label[survey.index].long() if self.options.prototype_labels == "refined" else label
+        label = self._prototype_labels()[survey.index].long()
         out, empty = class_prototypes(survey["z"], label, self.weight[survey.index], self.prototypes, self.world)
         self.empty_classes = int(empty.sum())
         return out
 
     def _given(self, index: Tensor) -> Tensor:
-        first, last = (int(index[0]), int(index[-1]) + 1) if len(index) else (0, 0)
-        return torch.from_numpy(self.data.given[first:last]).to(index.device, torch.long)
+        return torch.from_numpy(self.data.given[index.cpu().numpy()]).to(index.device, torch.long)
 
-    def _clean(self, survey: Survey) -> None:
+    def _clean(self, survey: Survey, logits: Tensor, given: Tensor) -> None:
         """Refine this rank's part, then tell everybody."""
-        logits = prototype_logits(survey["z"], self.prototypes, self.options.temperature)
-        part = cleaning.refine(logits, self._given(survey.index), self.threshold, self.options.relabel_weight, self.options.min_score)
+        part = cleaning.refine(logits, given, self.threshold, self.options.relabel_weight, self.options.min_score)
         self.refined.copy_(survey.everywhere(part.label.int()))  # gloo cannot send int16
         self.clean.copy_(survey.everywhere(part.clean.to(torch.uint8)).bool())
-        self.score = survey.everywhere(part.score)
         if self.options.neighbour_rule == "on" and self.options.relabel_weight != "one":
-            nearest = cleaning.nearest_other(survey["z"], survey.index, survey.everywhere(survey["z"]), self.options.neighbour_block)
+            everybody = survey.everywhere(survey["z"])
+            nearest = cleaning.nearest_other(survey["z"], survey.index, everybody, self.options.neighbour_block)
             differs = self.refined[nearest] != self.refined[survey.index]
             part.weight = torch.where(differs, part.weight / 2, part.weight)
         self.weight.copy_(survey.everywhere(part.weight))
         self.flagged += (~self.clean & (self.flagged < 255)).to(torch.uint8)
 
     def beliefs(self) -> Beliefs:
-        extra = {"empty_classes": float(self.empty_classes)}
-        if not self.cleaning_now:
-            return Beliefs(extra=extra)
-        score, self.score = self.score, None
-        return Beliefs(self.weight, self.refined.long(), self.clean, score, {**extra, "threshold": self.threshold})
+        """What the last survey showed (once: it is large) and what is believed since the last cleaning."""
+        told, self.told = self.told or Beliefs(), None
+        told.extra = {"empty_classes": float(self.empty_classes)}
+        if self.cleaning_now:
+            told.weight, told.label, told.clean = self.weight, self.refined.long(), self.clean
+            told.extra["threshold"] = self.threshold
+        return told
 
     # -- how it is trained ----------------------------------------------------------------------------------------------
 
