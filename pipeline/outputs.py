@@ -11,6 +11,7 @@ import torch
 
 from pipeline.config import Config
 from pipeline.evaluate import Evaluation, evaluate
+from pipeline.journal import redact
 from pipeline.log import log
 from pipeline.trainer import Trainer, last_mean
 from shards.settings import UserError, to_yaml
@@ -37,7 +38,7 @@ def make_folder(config: Config) -> Path:
 
 
 def write_config(config: Config, folder: Path) -> None:
-    (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    (folder / "config.yaml").write_text(redact(to_yaml(config)), encoding="utf-8")
 
 
 def finished(folder: Path) -> dict[str, Any] | None:
@@ -112,7 +113,7 @@ def _figure_data(trainer: Trainer, test: Evaluation, confidence: dict[str, np.nd
     vectors, labels = _embedded(trainer)
     return {
         "method": trainer.config.method.name,
-        "history": [{"epoch": epoch, "metrics": found} for epoch, found in enumerate(trainer.history)],
+        "history": [{"epoch": epoch, "metrics": found} for epoch, found in enumerate(trainer.history, 1)],
         "class_names": list(split.classes),
         "class_counts": split.clean_counts,
         "per_class_accuracy": test.correct / np.maximum(test.total, 1),

@@ -134,6 +134,8 @@ def _tracker(config: Config, world: Any, folder: Path, train: Any, state: dict[s
         "table_cell": config.table_cell,
         "ranks": str(world.size),
         "recipe": config.recipe,
+        "rho": f"{train.manifest.bias.rho:g}",
+        "noise": f"{train.manifest.bias.noise:g}",
     }
     params = flatten(config.model_dump(mode="json"))
     tracker = Tracker(config.tracking, folder, outputs.run_name(config, train.manifest.source), params, tags, state)

@@ -262,7 +262,11 @@ class Trainer:
         self.last_save = time.monotonic()
         tree = {
             "config": self.config.model_dump(mode="json"),
-            "data": {"manifest": self.train_split.manifest.hash, "classes": list(self.train_split.classes)},
+            "data": {
+                "manifest": self.train_split.manifest.hash,
+                "classes": list(self.train_split.classes),
+                "given_counts": self.train_split.info.given_counts,  # opens the model where the shards are not
+            },
             "position": asdict(self.at),
             "method": self.engine.weights(),
             "engine": self.engine.state(),
