@@ -32,6 +32,7 @@ from shards.write import Job, Part, Task, load_part, shard_name, write_all
 RECORD = "build.json"
 MADE_BY = "evenhand 0.1.0"
 SMALL = 5000  # fewer samples are written sooner by one process than others are started
+MOST_SAMPLES = 10_000  # in one shard: enough shards for many writers and a fine shuffling of the order
 PATIENCE = 1800.0  # seconds a rank waits for the others without any news
 LOCAL = (
     "path",
@@ -173,7 +174,7 @@ class Build:
             self._wait(lambda: self.store.read(RECORD, 1 << 20) == data, "rank 0 to begin")
 
     def _shard_samples(self, split: str, plan: Plan) -> int:
-        """As many samples as make up shard_mb, judged by some of the very pictures."""
+        """As many samples as make up shard_mb, judged by some of the very pictures; small ones: 10 000."""
         keys = self.found.splits[split].keys
         total, seen = 0, 0
         for row in plan.rows[:: max(1, len(plan) // 64)][:64].tolist():
@@ -182,7 +183,8 @@ class Build:
             except (Rejected, OSError):
                 continue
             total, seen = total + len(data) + 2048, seen + 1
-        return max(1, int(self.config.shard_mb * 1e6 * seen / total)) if seen else 1000
+        fitting = int(self.config.shard_mb * 1e6 * seen / total) if seen else MOST_SAMPLES
+        return min(max(1, fitting), MOST_SAMPLES)
 
     # ------------------------------------------------------------------------------------ writing
 

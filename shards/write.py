@@ -24,6 +24,8 @@ from shards.sources import Reader, Rejected
 from shards.storage import Store, store_at
 from shards.tar import TarWriter
 
+_quoted: Callable[[str], str] = json.encoder.encode_basestring  # a JSON string, not only ASCII
+
 # What is known of a shard when it is written, until the manifest is: one row for each planned sample.
 _PART_COLUMNS: dict[str, Any] = {
     "row": pa.int64(),
@@ -110,29 +112,27 @@ def load_part(store: Store, shard: str) -> Part | None:
 def write_shard(task: Task, job: Job, step: Callable[[int], None]) -> None:
     """Fetch, check, perhaps shrink, and store the samples of a task; rejected ones are left out and noted."""
     store = store_at(job.url)
-    names = [json.dumps(name, ensure_ascii=False) for name in job.classes]
-    columns: dict[str, list[Any]] = {field: [] for field in PART.names}
+    names = [_quoted(name) for name in job.classes]
+    records: list[tuple[int, int, int, str | None, str | None]] = []
+    given, true, flipped = task.given.tolist(), task.true.tolist(), task.flipped.tolist()
     temporary = store.temporary()
     try:
-        with _earlier(store, task) as earlier, open(temporary, "wb", buffering=1 << 20) as file:
+        with _earlier(store, task) as earlier, open(temporary, "wb", buffering=0) as file:
             tar = TarWriter(file)
             for place, (row, key) in enumerate(zip(task.rows.tolist(), task.keys)):
-                record: tuple[int, int, str | None, str | None]
                 try:
                     picture, extension = earlier(row) or admit(
                         job.reader.read(task.split, row, key), job.rules
                     )
                 except Rejected as error:
-                    record = (0, 0, None, str(error))
+                    records.append((row, 0, 0, None, str(error)))
                 except OSError as error:
-                    record = (0, 0, None, _reason(error))
+                    records.append((row, 0, 0, None, _reason(error)))
                 else:
                     index = task.start + place
-                    about = _about(index, task, place, names, key)
-                    offset = tar.add(f"{index:08d}", extension, picture, about)
-                    record = (offset, len(picture), extension, None)
-                for field, value in zip(PART.names, (row, *record)):
-                    columns[field].append(value)
+                    about = _about(index, given[place], true[place], flipped[place], names, key)
+                    offset = tar.add(b"%08d" % index, extension.encode(), picture, about)
+                    records.append((row, offset, len(picture), extension, None))
                 if place % 64 == 63:
                     step(64)
             step(len(task.rows) % 64)
@@ -141,6 +141,7 @@ def write_shard(task: Task, job: Job, step: Callable[[int], None]) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     known = json.dumps({"digest": task.digest, "bytes": tar.bytes, "sha256": sha256})
+    columns: dict[str, Any] = dict(zip(PART.names, zip(*records)))
     table = pa.table(columns, schema=PART.with_metadata({"shard": known}))
     sink = pa.BufferOutputStream()
     pa.parquet.write_table(table, sink)
@@ -155,14 +156,12 @@ def _reason(error: OSError) -> str:
     )
 
 
-def _about(index: int, task: Task, place: int, names: list[str], key: str) -> bytes:
+def _about(index: int, given: int, true: int, flipped: bool, names: list[str], key: str) -> bytes:
     """The sample's JSON; put together by hand because this runs once for every picture of the web."""
-    given, true = int(task.given[place]), int(task.true[place])
-    truth, flipped = true if true >= 0 else "null", "true" if task.flipped[place] else "false"
     return (
         f'{{"index": {index}, "label": {given}, "class": {names[given]}, '
-        f'"true_label": {truth}, "flipped": {flipped}, '
-        f'"key": {json.dumps(key, ensure_ascii=False)}}}'
+        f'"true_label": {true if true >= 0 else "null"}, "flipped": {"true" if flipped else "false"}, '
+        f'"key": {_quoted(key)}}}'
     ).encode()
 
 

@@ -29,8 +29,8 @@ def _inside(root: str, folder: str) -> bool:
 
 def read_below(root: str, key: str, limit: int) -> bytes:
     """The bytes of a regular file below `root`; Rejected for anything else, OSError if it is not there."""
-    path = os.path.join(root, key)
-    if not _inside(root, os.path.dirname(path)):
+    path = f"{root}/{key}"
+    if not _inside(root, path.rpartition("/")[0]):
         raise Rejected(LEAVES)
     try:
         handle = os.open(path, _FLAGS)
