@@ -144,15 +144,19 @@ def load_exported(folder: Path, device: torch.device | None = None) -> Model:
         raise UserError(
             f"{folder} was exported in format {facts.get('format')}; this version reads {FORMAT}."
         )
-    return restore(
-        facts["config"], facts["classes"], facts["given_counts"], tensors, device, set(facts["left_out"])
-    )
+    given = stand_in(facts["given_counts"])
+    return restore(facts["config"], facts["classes"], given, tensors, device, set(facts["left_out"]))
+
+
+def stand_in(given_counts: Sequence[int]) -> np.ndarray:
+    """Labels with the right counts, for a model whose training set is not at hand."""
+    return np.repeat(np.arange(len(given_counts), dtype=np.int32), given_counts)
 
 
 def restore(
     config_tree: dict[str, Any],
     classes: Sequence[str],
-    given_counts: Sequence[int],
+    given: np.ndarray,
     tensors: dict[str, Tensor],
     device: torch.device | None = None,
     left_out: set[str] | None = None,
@@ -162,7 +166,6 @@ def restore(
     """
     tree = {**config_tree, "model": {**config_tree["model"], "pretrained": "", "compile": False}}
     config = validate(Config, tree, "this model")
-    given = np.repeat(np.arange(len(classes), dtype=np.int32), given_counts)
     data = TrainingSet(given, len(classes), config.seed, config.data.batch)
     world = World(device=device or torch.device("cpu"))
     method = load_method(config.method.name)(config, data, world)
