@@ -27,6 +27,7 @@ from pipeline.data.batch import Batch, Pass
 from pipeline.data.loader import open_loader
 from pipeline.engine import autocast_for, make_engine
 from pipeline.evaluate import Evaluation, evaluate
+from pipeline.journal import redact_all
 from pipeline.log import Clock, follow, log
 from pipeline.methods.base import Method, Stage
 from pipeline.metrics import class_groups, cleaning_metrics
@@ -261,7 +262,7 @@ class Trainer:
     def _save(self, best: bool = False, wait: bool = False) -> None:
         self.last_save = time.monotonic()
         tree = {
-            "config": self.config.model_dump(mode="json"),
+            "config": redact_all(self.config.model_dump(mode="json")),
             "data": {
                 "manifest": self.train_split.manifest.hash,
                 "classes": list(self.train_split.classes),
