@@ -56,7 +56,7 @@ class TorchEngine:
         self.config, self.method, self.world = config, method, world
         self.autocast = autocast_for(config.train.precision, world.device)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.train.precision == "fp16")
-        self.statistics = local_statistics(method) if world.size > 1 else []
+        self.statistics = Statistics(method, world)
         self.optimizer = self._new_optimizer()
         self.wrapped: nn.Module = method
         self.prefixes: tuple[str, ...] | None = None
@@ -103,6 +103,7 @@ class TorchEngine:
 
     def step(self, batch: Batch, lr: float) -> dict[str, Tensor]:
         """Forward and backward of one micro-batch; the optimiser moves after the last one of a global batch."""
+        self.statistics.remember()
         with self._sync(batch.last):
             with self.autocast:
                 losses = self.wrapped(batch)
@@ -134,7 +135,7 @@ class TorchEngine:
             self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        average_over_ranks(self.statistics, self.world)
+        self.statistics.settle(finite)
         self.method.after_step()
 
     def bad_steps(self) -> int:
@@ -168,23 +169,40 @@ class TorchEngine:
         self.wrapped, self.prefixes = self.method, None
 
 
+def parameters(method: Method) -> list[tuple[str, nn.Parameter]]:
+    """By the names of the state_dict, which do not tell whether activations are recomputed."""
+    return [(name.replace("_checkpoint_wrapped_module.", ""), p) for name, p in method.named_parameters()]
+
+
 def learnable(method: Method) -> list[tuple[str, nn.Parameter]]:
     """Parameters an optimiser may move: all but those of moving averages."""
-    return [(name, p) for name, p in method.named_parameters() if "average." not in name]
+    return [(name, p) for name, p in parameters(method) if "average." not in name]
 
 
-def local_statistics(method: Method) -> list[Tensor]:
-    """Running statistics of batch normalisations that see only their own rank's rows."""
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d)
-    layers = [m for m in method.modules() if isinstance(m, kinds) and m.track_running_stats]
-    return [s for m in layers for s in (m.running_mean, m.running_var) if s is not None]
+class Statistics:
+    """Running statistics of batch normalisations: the same on all ranks after every step, and those of before after a
+    step that was skipped."""
 
+    def __init__(self, method: Method, world: World) -> None:
+        layers = [m for m in method.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        self.tensors = [s for m in layers for s in (m.running_mean, m.running_var) if s is not None]
+        self.shared = world.size > 1 and not all(isinstance(m, nn.SyncBatchNorm) for m in layers)
+        self.world = world
+        self.before: Tensor | None = None
 
-@torch.no_grad()
-def average_over_ranks(tensors: list[Tensor], world: World) -> None:
-    """Make running statistics the mean over ranks, every step, so that all ranks and every checkpoint hold the same."""
-    if not tensors:
-        return
-    flat = world.sum(torch.cat([t.flatten() for t in tensors])) / world.size
-    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors])):
-        tensor.copy_(part.view_as(tensor))
+    def remember(self) -> None:
+        """Called before every micro-batch; the first one after a step counts."""
+        if self.tensors and self.before is None:
+            self.before = torch.cat([t.flatten() for t in self.tensors])
+
+    @torch.no_grad()
+    def settle(self, moved: Tensor | bool) -> None:
+        if self.before is None:
+            return
+        flat = torch.cat([t.flatten() for t in self.tensors])
+        if self.shared:  # ranks saw only their own rows
+            flat = self.world.sum(flat) / self.world.size
+        flat = torch.where(torch.as_tensor(moved, device=flat.device), flat, self.before)
+        for tensor, part in zip(self.tensors, flat.split([t.numel() for t in self.tensors])):
+            tensor.copy_(part.view_as(tensor))
+        self.before = None

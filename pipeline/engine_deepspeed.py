@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from pipeline.config import Config
 from pipeline.data.batch import Batch
-from pipeline.engine import average_over_ranks, learnable, local_statistics
+from pipeline.engine import Statistics, learnable, parameters
 from pipeline.methods.base import Method, Stage
 from pipeline.world import World
 from shards.settings import UserError, merge
@@ -49,7 +49,7 @@ class DeepSpeedEngine:
         self.optim = config.optim
         self.own = _own_settings(config.deepspeed.config)
         self.stage: int = self._settings(1)["zero_optimization"]["stage"]
-        self.statistics = local_statistics(method) if world.size > 1 else []
+        self.statistics = Statistics(method, world)
         self.inner: Any = None  # the open DeepSpeed engine
         self.untouched: list[
             tuple[nn.Module, set[str]]
@@ -81,6 +81,7 @@ class DeepSpeedEngine:
     def step(self, batch: Batch, lr: float) -> dict[str, Tensor]:
         if self.inner is None:
             self._open()
+        self.statistics.remember()
         self.inner.set_gradient_accumulation_boundary(batch.last)
         if self.stage > 0:
             self.inner.optimizer.override_loss_scale(self.scale.value)
@@ -97,7 +98,7 @@ class DeepSpeedEngine:
         moved = self._step_plain() if self.stage == 0 else self._step_zero()
         self.bad = 0 if moved else self.bad + 1
         self.scale.update(moved)
-        average_over_ranks(self.statistics, self.world)
+        self.statistics.settle(moved)
         with self._whole_if_averaged():
             self.method.after_step()
 
@@ -122,11 +123,9 @@ class DeepSpeedEngine:
     @contextlib.contextmanager
     def _whole_if_averaged(self) -> Any:
         """ZeRO-3 keeps a part of each weight; a moving average needs them whole."""
-        parameters = list(self.method.parameters())
-        if self.stage < 3 or len(parameters) == len(learnable(self.method)):
-            yield
-            return
-        with self.deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
+        everything = [p for _, p in parameters(self.method)]
+        needed = self.stage == 3 and len(everything) > len(learnable(self.method))
+        with self.deepspeed.zero.GatheredParameters(everything, modifier_rank=0, enabled=needed):
             yield
 
     def idle_forward(self, look: Callable[[Tensor], Any]) -> None:
@@ -166,7 +165,7 @@ class DeepSpeedEngine:
         self.inner.module_forward_post_hook.remove()
         self.inner.destroy()
         self.inner = None
-        names = {id(p): name for name, p in self.method.named_parameters()}
+        names = {id(p): name for name, p in parameters(self.method)}
         for module, kept in self.untouched:
             # Parameters are made anew: what DeepSpeed hung on them and on their modules must not meet the next engine.
             module._parameters = {
@@ -217,7 +216,7 @@ class DeepSpeedEngine:
         """The method's state_dict with whole weights. Called by all ranks together."""
         out = self.method.state_dict()
         if self.stage == 3 and self.inner is not None:
-            for name, parameter in self.method.named_parameters():
+            for name, parameter in parameters(self.method):
                 with self.deepspeed.zero.GatheredParameters([parameter]):
                     out[name] = parameter.detach().cpu().clone()
         return out

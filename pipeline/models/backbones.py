@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from torch import nn
@@ -68,7 +70,9 @@ def _checkpoint_activations(backbone: nn.Module, name: str) -> None:
     repeated = {"PreActBlock", "Block35", "Block17", "Block8"}
 
     def wrap(module: nn.Module) -> nn.Module:
-        return checkpoint_wrapper(module, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+        norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        again = lambda: (nullcontext(), _statistics_at_rest(norms))  # noqa: E731
+        return checkpoint_wrapper(module, checkpoint_impl=CheckpointImpl.NO_REENTRANT, context_fn=again)
 
     if not any(type(m).__name__ in repeated for m in backbone.modules()):
         if hasattr(backbone, "set_grad_checkpointing"):
@@ -76,3 +80,16 @@ def _checkpoint_activations(backbone: nn.Module, name: str) -> None:
             return
         raise UserError(f"model.checkpoint_activations: {name} has no blocks known to be repeated. Switch it off, or use gradient accumulation (optim.accumulate).")
     apply_activation_checkpointing(backbone, checkpoint_wrapper_fn=wrap, check_fn=lambda m: type(m).__name__ in repeated)
+
+
+@contextmanager
+def _statistics_at_rest(norms: list[nn.modules.batchnorm._BatchNorm]) -> Iterator[None]:
+    """A second look at the same batch must not count twice in running statistics."""
+    usual = [norm.momentum for norm in norms]
+    try:
+        for norm in norms:
+            norm.momentum = 0.0
+        yield
+    finally:
+        for norm, momentum in zip(norms, usual):
+            norm.momentum = momentum

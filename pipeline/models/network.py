@@ -39,11 +39,12 @@ class Network(nn.Module):
         self.projector = nn.Linear(self.features, config.embedding) if embed else None
         if config.channels_last:
             self.backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self._body = torch.compile(self.backbone) if config.compile else self.backbone
+        if config.compile:
+            self.backbone.compile()  # in place: the names of the weights stay
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """(features, logits)"""
-        features = self._body(images)
+        features = self.backbone(images)
         return features, self.head(features)
 
     def embed(self, features: Tensor) -> Tensor:

@@ -1,0 +1,108 @@
+"""Small trainings for engines to do: digits, a narrow network, real batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.checkpoint import Checkpointer
+from pipeline.config import Config
+from pipeline.data.batch import Batch, Pass, TrainingSet
+from pipeline.data.loader import Loader
+from pipeline.engine import Engine, make_engine
+from pipeline.methods.base import Method, Stage
+from pipeline.methods.options import load_method
+from pipeline.pulse import Wish
+from pipeline.tracking import NullTracker
+from pipeline.trainer import Trainer
+from pipeline.world import World
+from shards.config import CacheConfig
+from shards.reader import Split, open_split
+from shards.settings import merge
+
+SMALL: dict[str, Any] = {
+    "data": {"batch": 64, "size": 8, "padding": 1, "threads": 1},
+    "model": {"width": 8, "norm": "group"},
+    "train": {"epochs": 1},
+    "checkpoint": {"background": False},
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "cross_entropy": {"name": "cross_entropy"},
+    "prototypical": {"name": "prototypical", "warmup_steps": 2, "cleaning_start": 0},
+}
+
+
+def small(method: str = "cross_entropy", **settings: Any) -> Config:
+    return Config.model_validate(merge(merge(SMALL, {"method": METHODS[method]}), settings))
+
+
+def splits(url: str) -> dict[str, Split]:
+    return {name: open_split(url, name, CacheConfig()) for name in ("train", "test")}
+
+
+def make_method(config: Config, train: Split, world: World) -> Method:
+    data = TrainingSet(train.given, len(train.classes), config.seed, config.data.batch, tuple(train.shard_sizes))
+    torch.manual_seed(config.seed)
+    return load_method(config.method.name)(config, data, world)
+
+
+def make_trainer(world: World, url: str, folder: str, config: Config, wish: Wish | None = None) -> Trainer:
+    found = splits(url)
+    checkpoints = Checkpointer(folder, 3, world, background=False)
+    method = make_method(config, found["train"], world)
+    tests = {"test": found["test"]}
+    return Trainer(config, method, found["train"], tests, world, checkpoints, lambda state: NullTracker(), wish)
+
+
+class Bench:
+    """An engine with a method under it, in its main stage, and batches to feed it by hand."""
+
+    def __init__(self, world: World, url: str, config: Config) -> None:
+        self.world, self.config = world, config
+        self.train = splits(url)["train"]
+        self.method = make_method(config, self.train, world)
+        self.stage = next(number for number, stage in enumerate(self.method.stages()) if stage.epochs)
+        self.method.enter(self.stage, 0)
+        self.engine: Engine = make_engine(config, self.method, world)
+        self.engine.begin_stage(self.method.stages()[self.stage], resuming=False)
+        self.method.train()
+
+    def batches(self, count: int, tick: int = 0) -> Iterator[Batch]:
+        """`count` pictures as the loader cuts them."""
+        order = np.random.default_rng(tick).permutation(len(self.train))[:count]
+        loader = Loader(self.train, self.config.data, self.config.seed, self.world, self.config.optim.accumulate)
+        yield from loader.batches(Pass(order, ("weak", "strong")), tick)
+
+    def steps(self, count: int, tick: int = 0, lr: float = 0.05) -> list[float]:
+        return [float(self.engine.step(batch, lr)["loss"]) for batch in self.batches(count, tick)]
+
+    def stage_of(self, **settings: Any) -> Stage:
+        return Stage("another", epochs=1, **settings)
+
+    def weights(self) -> dict[str, Tensor]:
+        return copied(self.engine.weights())
+
+
+def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in tensors.items()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The largest difference of any two numbers, by the largest number of its tensor."""
+    assert one.keys() == other.keys()
+    gaps = [(one[n].double() - other[n].double()).abs().max() / other[n].double().abs().max().clamp_min(1e-3) for n in one]
+    return float(torch.stack(gaps).max())
+
+
+def poisoned(batch: Batch) -> Batch:
+    """The same batch with a picture that makes the loss of the rank that holds it NaN."""
+    batch.views["weak"][0] = torch.nan
+    return batch
