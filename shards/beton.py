@@ -44,9 +44,8 @@ class _Samples:
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         index = int(index)
         split = self.split
-        key = np.frombuffer(self.keys[index].encode() or b" ", np.uint8)
         labels = (int(split.given[index]), int(split.true[index]), index, int(self.flipped[index]))
-        return (split.read(index), *labels, key)
+        return (split.read(index), *labels, self.keys[index])
 
 
 def _store_image(destination: Any, data: memoryview, malloc: Any) -> None:
@@ -77,13 +76,13 @@ def _write(url: str, about: Manifest, paths: dict[str, str]) -> None:
 
 
 def _write_split(split: Split, path: str) -> None:
-    from ffcv.fields import BytesField, IntField, RGBImageField
+    from ffcv.fields import IntField, JSONField, RGBImageField
     from ffcv.writer import DatasetWriter
 
     image = RGBImageField()
     # Set on the object: FFCV finds the type of a field by its exact class.
     image.encode = _store_image
-    fields = {"image": image, **{name: IntField() for name in FIELDS[1:-1]}, "key": BytesField()}
+    fields = {"image": image, **{name: IntField() for name in FIELDS[1:-1]}, "key": JSONField()}
     page = LEAST_PAGE
     while page < _largest(split) + (1 << 16):
         page *= 2

@@ -119,7 +119,11 @@ class Split:
     @cached_property
     def beton(self) -> str | None:
         """Local path of the FFCV file of this split, if one was built."""
-        return str(self._cache.local(self.info.beton)) if self.info.beton else None
+        if self.info.beton is None:
+            return None
+        path = self._cache.local(self.info.beton)
+        self._check_digest(str(path), self.info.beton)
+        return str(path)
 
     # ------------------------------------------------------------------------------------- inside
 
@@ -127,7 +131,7 @@ class Split:
         if self.store.url.startswith("http"):  # no listings there; what is fetched is checked when it arrives
             return
         there = self.store.sizes()
-        for file in [*self.info.shards, self.info.table]:
+        for file in filter(None, (*self.info.shards, self.info.table, self.info.beton)):
             if there.get(file.name) != file.bytes:
                 self._refuse(file, there.get(file.name))
 
@@ -144,16 +148,19 @@ class Split:
             "from where it came, or remove the folder and build the shards anew."
         )
 
+    def _check_digest(self, path: str, file: FileInfo) -> None:
+        if self.verify and self.store.root:  # copies of remote files were checked when they came
+            with open(path, "rb") as handle:
+                if hashlib.file_digest(handle, "sha256").hexdigest() != file.sha256:
+                    raise self._altered(file.name)
+
     @cached_property
     def _table_path(self) -> str:
         return str(self._cache.local(self.info.table))
 
     def _load_table(self) -> dict[str, NDArray]:
         path = self._table_path
-        if self.verify and self.store.root:
-            with open(path, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != self.info.table.sha256:
-                    raise self._altered(self.info.table.name)
+        self._check_digest(path, self.info.table)
         columns: dict[str, NDArray] = {}
         table = pa.parquet.ParquetFile(path)
         if table.metadata.num_rows != len(self):
@@ -193,10 +200,11 @@ class Split:
                 )
             shard = self.info.shards[number]
             path = self._cache.local(shard)
+            self._check_digest(
+                str(path), shard
+            )  # through the file, not the map: what is hashed need not stay
             with open(path, "rb") as file:
                 view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            if self.verify and self.store.root and hashlib.sha256(view).hexdigest() != shard.sha256:
-                raise self._altered(shard.name)
             self._maps[number] = view
             if self.store.root is None:
                 self._forget_maps()

@@ -1,0 +1,91 @@
+"""Builds or opens a large generated set in a process of its own, and prints what it took."""
+
+from __future__ import annotations
+
+import io
+import json
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import pyarrow as pa
+from PIL import Image
+
+
+@cache
+def jpegs() -> list[bytes]:
+    out = []
+    for grey in range(256):
+        file = io.BytesIO()
+        Image.new("L", (1, 1), grey).save(file, "jpeg")
+        out.append(file.getvalue())
+    return out
+
+
+@dataclass(frozen=True)
+class Generated:
+    def read(self, split: str, row: int, key: str) -> bytes:
+        return jpegs()[row % 256]
+
+
+def peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def build(samples: int, output: str) -> dict[str, float]:
+    from shards.build import Build
+    from shards.config import BuildConfig
+    from shards.sources import Collection, Rows
+    from shards.storage import store_at
+
+    labels = (np.arange(samples) % 1000).astype(np.int32)
+    chunks = [
+        pa.array(
+            [
+                f"q{i % 1632:04d}/a_name_as_long_as_usual_{i:09d}.jpg"
+                for i in range(start, min(start + 50000, samples))
+            ]
+        )
+        for start in range(0, samples, 50000)
+    ]
+    keys = pa.concat_arrays(chunks)
+    splits = {
+        "train": Rows(keys, labels, labels),
+        "test": Rows(keys[:1000], labels[:1000], labels[:1000]),
+    }
+    found = Collection("generated", [f"class {k}" for k in range(1000)], splits, Generated())
+    config = BuildConfig(output=output, rho=1, noise=0.5, writers=2)
+    begun = time.perf_counter()
+    Build(store_at(output), config, found, lambda text: None).run()
+    children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+    return {"seconds": time.perf_counter() - begun, "peak_mib": peak_mib(), "writer_peak_mib": children}
+
+
+def current_bytes() -> int:
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+
+def opened(url: str) -> dict[str, float]:
+    import pyarrow.parquet  # noqa: F401
+
+    from shards.reader import open_split
+
+    open_split(url, "test").read(0)  # imports and first use apart
+    before = current_bytes()
+    begun = time.perf_counter()
+    split = open_split(url, "train")
+    seconds = time.perf_counter() - begun
+    held = (current_bytes() - before) / len(split)
+    begun = time.perf_counter()
+    for index in np.random.default_rng(0).integers(0, len(split), 1000):
+        split.read(int(index))
+    each = (time.perf_counter() - begun) / 1000
+    return {"seconds": seconds, "bytes_a_sample": held, "peak_mib": peak_mib(), "read_us": each * 1e6}
+
+
+if __name__ == "__main__":
+    action, argument, place = sys.argv[1:]
+    print(json.dumps(build(int(argument), place) if action == "build" else opened(place)))
