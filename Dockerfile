@@ -1,0 +1,26 @@
+# The image of a training job. Base with Python 3.11 or newer; for GPUs take one with the CUDA libraries torch needs.
+#   docker build -t evenhand .            docker run --rm evenhand --nproc-per-node=2 -- train.epochs=3
+ARG BASE=python:3.11-slim
+FROM ${BASE} AS build
+WORKDIR /src
+COPY pyproject.toml constraints.txt README.md ./
+COPY pipeline pipeline
+COPY shards shards
+COPY launch launch
+RUN python3 -m venv /opt/evenhand \
+ && /opt/evenhand/bin/pip install --no-cache-dir -c constraints.txt torch==2.13.0 \
+ && /opt/evenhand/bin/pip install --no-cache-dir -c constraints.txt ".[deepspeed,s3]"
+
+FROM ${BASE}
+COPY --from=build /opt/evenhand /opt/evenhand
+COPY configs /app/configs
+WORKDIR /app
+# The store variable makes in-place restarts of torchrun work; telemetry has no place in a training job.
+ENV PATH=/opt/evenhand/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 \
+    MLFLOW_DISABLE_TELEMETRY=true \
+    HOME=/tmp
+USER 10001:10001
+# Exec form: signals reach the entry, which passes them on and returns an exit code that says what happened.
+ENTRYPOINT ["python3", "-m", "launch.entry"]
