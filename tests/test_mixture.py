@@ -22,7 +22,7 @@ def test_the_better_component_holds_the_better_heap() -> None:
 
 
 def test_the_posterior_is_the_formula_of_the_fitted_mixture() -> None:
-    """Expectation-maximisation written out, started where k-means ends on one dimension: the best cut in two."""
+    """Expectation-maximisation written out, started where k-means ends in one dimension: the best cut."""
     x = normalised(two_heaps(1), "small")
     ranked = np.sort(x)
     spread = [ranked[:i].var() * i + ranked[i:].var() * (len(x) - i) for i in range(1, len(x))]
@@ -33,12 +33,8 @@ def test_the_posterior_is_the_formula_of_the_fitted_mixture() -> None:
         share = chance.sum(0) + 10 * np.finfo(float).eps
         mean = (chance * x[:, None]).sum(0) / share
         variance = (chance * (x[:, None] - mean) ** 2).sum(0) / share + FIT.floor
-        density = (
-            share
-            / len(x)
-            * np.exp(-((x[:, None] - mean) ** 2) / 2 / variance)
-            / np.sqrt(2 * np.pi * variance)
-        )
+        bell = np.exp(-((x[:, None] - mean) ** 2) / 2 / variance) / np.sqrt(2 * np.pi * variance)
+        density = share / len(x) * bell
         before, bound = bound, np.log(density.sum(1)).mean()
         chance = density / density.sum(1, keepdims=True)
         if abs(bound - before) < FIT.tolerance:
@@ -64,7 +60,7 @@ def test_values_that_are_not_finite_are_the_worst() -> None:
 
 
 def test_each_class_has_a_mixture_of_its_own() -> None:
-    """A class with losses ten times as large is not called wrong for it; one sample and no sample are no trouble."""
+    """A class with ten times the loss is not called wrong for it; one sample and no sample are no trouble."""
     values = np.concatenate([two_heaps(0), 10 * two_heaps(1), [5.0]])
     label = np.repeat([0, 1, 3], [200, 200, 1])
     found = posterior_by_class(values, label, 5, "small", Fit())

@@ -1,7 +1,7 @@
 """Mixtures of two Gaussians over one number per sample: the better component holds the samples one believes.
 
-The fit is scikit-learn's. What breaks it elsewhere is answered here with "believe all": no sample, one sample, values that
-are all the same. n samples, K classes.
+The fit is scikit-learn's. What breaks it elsewhere is answered here with "believe all": no sample, one
+sample, values that are all the same. n samples, K classes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def normalised(values_n: np.ndarray, better: Better) -> np.ndarray:
 
 
 def posterior(values_n: np.ndarray, better: Better, fit: Fit) -> np.ndarray:
-    """(n,) float32: chance that a sample belongs to the component with the better mean; values between 0 and 1."""
+    """(n,) float32: chance of each sample to belong to the component with the better mean; values in 0..1."""
     if len(values_n) < 2 or np.ptp(values_n) < 1e-12:
         return np.ones(len(values_n), np.float32)
     from sklearn.mixture import GaussianMixture
@@ -71,6 +71,6 @@ def posterior_by_class(
 
 @full_precision
 def sharpen(probability_BK: Tensor, temperature: float) -> Tensor:
-    """Distributions moved towards their largest class; temperature 1 leaves them, 0 would make them one-hot."""
+    """Distributions moved towards their largest class; temperature 1 leaves them, near 0 they get one-hot."""
     powered = probability_BK ** (1 / temperature)
     return powered / powered.sum(1, keepdim=True).clamp_min(torch.finfo(powered.dtype).tiny)

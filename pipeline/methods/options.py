@@ -129,7 +129,7 @@ class ELRPlus(ELR):
 
     code: ClassVar[str] = "elr:ELRPlus"
     name: Literal["elr_plus"] = "elr_plus"  # type: ignore[assignment]
-    ema: Fraction = Field(0.997, description="decay of the averaged weights that make the memory")
+    ema: Annotated[float, Field(gt=0, lt=1)] = Field(0.997, description="decay of the averaged weights that make the memory")
     mixup: NonNegativeFloat = Field(1.0, description="Beta(a,a) of the mixing; 0 = no mixing")
     ramp: Fraction = Field(0.0, description="part of the training in which the regulariser rises; 0 = there from the start")
     remembered_targets: bool = Field(False, description="multiply the labels by the memory (the authors do so on CIFAR-100)")
@@ -157,7 +157,83 @@ class AUM(Settings):
     percentile: Fraction = Field(0.99, description="of the mislabelled samples' margins; whoever lies below is left out")
 
 
-MethodOptions = Annotated[CrossEntropy | Prototypical | LDAM | LDAMDRW | CRT | NCM | CoTeaching | MentorNet | ELR | ELRPlus | HAR | AUM, Field(discriminator="name")]
+class DivideMix(Settings):
+    """Two networks; a mixture over one's losses tells the other which labels to keep, the rest is semi-supervised."""
+
+    code: ClassVar[str] = "dividemix:DivideMix"
+    name: Literal["dividemix"] = "dividemix"
+    warmup: Fraction = Field(0.167, description="part of the training by cross-entropy alone")
+    warmup_batch: PositiveInt = Field(2, description="batch of the warm-up, in multiples of data.batch")
+    threshold: Fraction = Field(0.5, description="a label is kept when its chance to be right is above this")
+    sharpening: PositiveFloat = Field(0.5, description="temperature of guessed labels; 1 leaves them as they are")
+    mixup: NonNegativeFloat = Field(4.0, description="Beta(a,a) of the mixing; 0 = no mixing")
+    unlabelled: NonNegativeFloat = Field(25.0, description="weight of the loss on samples without a label; 0 = they only serve as mixing partners")
+    unlabelled_ramp: Fraction = Field(0.053, description="part of the training in which that weight rises from zero, after the warm-up")
+    penalty: NonNegativeFloat = Field(1.0, description="weight of the pull of the mean prediction towards the uniform one")
+    loss_epochs: PositiveInt = Field(1, description="epochs whose losses are averaged before the mixture is fitted (5 for very noisy labels)")
+
+
+class RoLT(DivideMix):
+    """RoLT+: DivideMix, dividing each class by the distance of its samples to the class centroid."""
+
+    code: ClassVar[str] = "rolt:RoLT"
+    name: Literal["rolt"] = "rolt"  # type: ignore[assignment]
+    loss_epochs: Literal[1] = Field(1, description="no losses are averaged here")  # type: ignore[assignment]
+    reweight_start: Fraction = Field(1.0, description="part of the training after which classes are weighted by effective number; 1 = never")
+    beta: Fraction = Field(0.9999, description="of the effective number of samples (1 - beta^n) / (1 - beta)")
+
+
+class SFA(RoLT):
+    """Stochastic feature averaging: RoLT+ with centroids averaged over epochs, and a second, class-balanced classifier."""
+
+    code: ClassVar[str] = "sfa:SFA"
+    name: Literal["sfa"] = "sfa"  # type: ignore[assignment]
+    warmup: Fraction = Field(0.15, description="part of the training by cross-entropy alone")
+    unlabelled_ramp: Fraction = Field(0.08, description="part of the training in which the weight of unlabelled samples rises from zero, after the warm-up")
+    candidate_growth: PositiveFloat = Field(2.71, description="samples count for a centroid when the balanced classifier gives their label more than 1/classes times this by the end of the training")
+    averaging: Fraction = Field(0.99, description="decay of the averages of centroids and of their squares")
+    sampled_above: NonNegativeInt = Field(300, description="classes with more candidates have their centroid drawn from a Gaussian instead of the average")
+
+
+class RRL(Settings):
+    """Robust representation learning: labels smoothed over neighbours in the embedding; the base of Prototypical."""
+
+    code: ClassVar[str] = "rrl:RRL"
+    name: Literal["rrl"] = "rrl"
+    temperature: PositiveFloat = Field(0.3, description="of all cosine softmaxes and of the neighbours' weights")
+    warmup_steps: NonNegativeInt = Field(101, description="steps of cross-entropy before epoch 0, at most one pass over the data")
+    cleaning_start: Fraction = Field(0.025, description="part of the training before labels are doubted")
+    neighbours: PositiveInt = Field(200, description="how many neighbours speak for a sample (all others, if there are fewer)")
+    keep_above: Fraction = Field(0.1, description="a given label is kept when its score is above this")
+    use_above: Fraction = Field(0.9, description="a sample has a label at all when its largest score is above this")
+    contrastive: NonNegativeFloat = Field(1.0, description="weight of the instance contrastive loss")
+    prototype: NonNegativeFloat = Field(5.0, description="weight of the prototype loss")
+    prototype_ramp: Fraction = Field(0.0, description="part of the training in which that weight rises from 1")
+    reconstruction: NonNegativeFloat = Field(1.0, description="weight of the reconstruction of features from embeddings")
+    mixup: NonNegativeFloat = Field(8.0, description="Beta(a,a) of the mixing in the prototype loss; 0 = no mixing")
+    mixup_views: Literal["both", "weak"] = Field("both", description="views that are mixed: weak and strong, or weak only to save memory")
+    neighbour_block: PositiveInt = Field(256, description="rows per block of the neighbour search; bounds its memory")
+
+
+class MoPro(Settings):
+    """Momentum prototypes: labels corrected in every step by prototypes that move with the network."""
+
+    code: ClassVar[str] = "mopro:MoPro"
+    name: Literal["mopro"] = "mopro"
+    temperature: PositiveFloat = Field(0.1, description="of all cosine softmaxes")
+    momentum: Fraction = Field(0.999, description="decay of the averaged network that makes the keys")
+    prototype_momentum: Fraction = Field(0.999, description="decay of the prototypes, per sample")
+    queue: PositiveInt = Field(8192, description="keys kept as negatives; at least data.batch, and better fewer than the samples")
+    contrastive: NonNegativeFloat = Field(1.0, description="weight of the instance contrastive loss")
+    prototype: NonNegativeFloat = Field(1.0, description="weight of the prototype contrastive loss")
+    cleaning_start: Fraction = Field(0.122, description="part of the training before labels are corrected")
+    relabel_above: Fraction = Field(0.8, description="a sample takes its likeliest class when that class scores above this")
+    classifier_weight: Fraction = Field(0.5, description="share of the classifier in a score; the rest is the prototypes'")
+    retrain_part: Fraction = Field(0.167, description="length of the last stage, the classifier alone on class-balanced corrected labels, as a part of train.epochs; 0 = none")
+    retrain_lr: PositiveFloat = Field(0.01, description="initial learning rate of that stage; a tenth after each third")
+
+
+MethodOptions = Annotated[CrossEntropy | Prototypical | LDAM | LDAMDRW | CRT | NCM | CoTeaching | MentorNet | ELR | ELRPlus | HAR | AUM | DivideMix | RoLT | SFA | RRL | MoPro, Field(discriminator="name")]
 
 
 def options_of(name: str) -> type[Settings]:

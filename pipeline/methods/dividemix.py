@@ -1,0 +1,245 @@
+"""DivideMix (Li et al., ICLR 2020): divide by a mixture over losses, then learn the rest without its labels.
+
+Every epoch after the warm-up: survey -> chance of each label to be right, by each network -> two passes. In a
+pass one network learns, on samples divided by the other's beliefs, while the other only helps guessing.
+B rows on this rank, K classes, N training samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pipeline import mixing
+from pipeline.config import Config
+from pipeline.data.batch import Batch, Pass, TrainingSet
+from pipeline.losses import cross_entropy, full_precision, soft_cross_entropy
+from pipeline.methods import options
+from pipeline.methods.base import Beliefs
+from pipeline.methods.mixture import Fit, normalised, posterior, sharpen
+from pipeline.methods.two_networks import TwoNetworks
+from pipeline.models.network import Network
+from pipeline.survey import Survey
+from pipeline.world import World
+
+T = TypeVar("T")
+FIT = Fit(iterations=10, tolerance=1e-2, floor=5e-4)
+MIX_COEFFICIENT, MIX_PARTNER = 1, 2  # purposes of random numbers
+LABELLED, UNLABELLED = 0, 1  # streams of a pass
+
+
+class DivideMix(TwoNetworks):
+    belief: Tensor  # (2,N) chance that a given label is right, by each network
+    refined: Tensor  # (N,) the given label, or what both networks say where it is not believed
+    past: Tensor  # (2,E,N) normalised losses of the last E epochs, the newest first
+    epochs_seen: Tensor  # how many of them are there
+
+    def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
+        super().__init__(config, data, world)
+        assert isinstance(config.method, options.DivideMix)
+        self.options = config.method
+        kind = torch.int16 if data.classes < 2**15 else torch.int32
+        self.register_buffer("belief", torch.ones(2, len(data)))
+        self.register_buffer("refined", torch.from_numpy(data.given).to(kind))
+        if self.options.loss_epochs > 1:
+            self.register_buffer("past", torch.zeros(2, self.options.loss_epochs, len(data)))
+            self.register_buffer("epochs_seen", torch.zeros((), dtype=torch.long))
+
+    # -- what is believed ------------------------------------------------------------------------------------
+
+    @property
+    def warmup_epochs(self) -> int:
+        part = self.options.warmup
+        return max(1, round(part * self.config.train.epochs)) if part else 0
+
+    @property
+    def dividing(self) -> bool:
+        return self.epoch >= self.warmup_epochs
+
+    def wants_survey(self) -> bool:
+        return self.dividing
+
+    def survey_outputs(self, images: Tensor) -> dict[str, Tensor]:
+        return {f"logits{n}": self.judge(n)(images)[1] for n in range(2)}
+
+    def begin_epoch(self, survey: Survey | None) -> None:
+        if survey is None:
+            return
+        belief = np.stack(self.divide(survey))  # (2,N)
+        nobody = ~(belief > self.options.threshold).any(1)
+        belief[nobody] = 1.0  # a mixture that believes no label at all has told nothing
+        self.belief.copy_(torch.from_numpy(belief))
+        vote = (survey["logits0"].softmax(1) + survey["logits1"].softmax(1)).argmax(1)
+        said = survey.everywhere(vote.to(self.refined.dtype))
+        given = torch.from_numpy(self.data.given).to(self.refined)
+        self.refined.copy_(torch.where(self._clean(), given, said))
+
+    def divide(self, survey: Survey) -> list[np.ndarray]:
+        """For each network: (N,) chance that the given label is right, the same on every rank."""
+        given = self.given(survey)
+        found = []
+        for n in range(2):
+            loss = F.cross_entropy(survey[f"logits{n}"], given, reduction="none")
+            found.append(self._remember(n, normalised(survey.everywhere(loss).cpu().numpy(), "small")))
+        if self.options.loss_epochs > 1:
+            self.epochs_seen += 1
+        return self.on_lead(lambda: [posterior(values, "small", FIT) for values in found])
+
+    def on_lead(self, fit: Callable[[], T]) -> T:
+        """Mixtures are fitted once: ranks that differ in the last digit would walk different orders."""
+        return self.world.share(fit() if self.world.leads else None)
+
+    def _remember(self, n: int, losses_N: np.ndarray) -> np.ndarray:
+        """The mean over the last epochs, this one included."""
+        if self.options.loss_epochs == 1:
+            return losses_N
+        self.past[n].copy_(torch.cat([torch.from_numpy(losses_N).to(self.past)[None], self.past[n, :-1]]))
+        known = min(int(self.epochs_seen) + 1, self.options.loss_epochs)
+        return self.past[n, :known].double().mean(0).cpu().numpy()
+
+    def given(self, survey: Survey) -> Tensor:
+        """(n,) given labels of this rank's part of the survey."""
+        return torch.from_numpy(self.data.given[survey.index.cpu().numpy()]).to(survey.index)
+
+    def _clean(self) -> Tensor:
+        return self.belief.mean(0) > self.options.threshold
+
+    def beliefs(self) -> Beliefs | None:
+        if not self.dividing:
+            return None
+        kept = self.belief > self.options.threshold  # (2,N)
+        agree = {"agreement": float((kept[0] == kept[1]).float().mean())}
+        return Beliefs(label=self.refined.long(), clean=self._clean(), score=self.belief.mean(0), extra=agree)
+
+    # -- how it is trained -----------------------------------------------------------------------------------
+
+    def learns(self, n: int) -> tuple[str, ...]:
+        return (f"networks.{n}.",)
+
+    def passes(self) -> list[Pass]:
+        return [self._divided_pass(n) if self.dividing else self._warmup_pass(n) for n in range(2)]
+
+    def _warmup_pass(self, n: int) -> Pass:
+        batch = self.options.warmup_batch * self.data.batch
+        return Pass(self.data.shuffled(self.tick(n)), batch=batch, trainable=self.learns(n))
+
+    def _divided_pass(self, n: int) -> Pass:
+        """The peer's beliefs decide. All batches are full, so both streams have equal rows and groups."""
+        kept = (self.belief[1 - n] > self.options.threshold).cpu().numpy()
+        labelled = self.data.shuffled(self.tick(n), np.flatnonzero(kept), LABELLED)
+        rest = self.data.shuffled(self.tick(n), np.flatnonzero(~kept), UNLABELLED)
+        order = np.resize(labelled, -(-len(labelled) // self.data.batch) * self.data.batch)
+        beside = rest if len(rest) else None
+        return Pass(order, ("weak", "weak2"), beside=beside, trainable=self.learns(n))
+
+    @property
+    def unlabelled_weight(self) -> float:
+        """Rises linearly after the warm-up; inside an epoch it keeps the value of the epoch's middle."""
+        ramp = self.options.unlabelled_ramp * self.config.train.epochs
+        done = (self.epoch + 0.5 - self.warmup_epochs) / ramp if ramp else 1.0
+        return self.options.unlabelled * min(max(done, 0.0), 1.0)
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        n = batch.key[1] % 8  # the tick ends with the number of the pass, which is the network's
+        if not self.dividing:
+            return self.warmup_losses(n, batch)
+        streams = [batch] if batch.beside is None else [batch, batch.beside]
+        images, target, valid = self._stacked(streams, self._guess(n, streams))
+        partner = pair_across(streams, MIX_PARTNER)
+        lam = mixing.coefficient(batch, self.options.mixup, MIX_COEFFICIENT, fold=True)
+        images, target = mixing.mix(images, partner, lam), mixing.mix(target, partner, lam)
+        rows = 2 * len(batch.index)  # the labelled ones come first
+        if not self.options.unlabelled:
+            images, target, valid = images[:rows], target[:rows], valid[:rows]
+        features, logits = self.network(n)(images)
+        return self.mixed_losses(n, batch, features, logits, target, valid)
+
+    def warmup_losses(self, n: int, batch: Batch) -> dict[str, Tensor]:
+        _, logits = self.network(n)(batch.views["weak"])
+        loss = cross_entropy(logits, batch.label, batch.valid, self.world)
+        return {"loss": loss, "ce": loss}
+
+    def mixed_losses(
+        self, n: int, batch: Batch, features: Tensor, logits: Tensor, target: Tensor, valid: Tensor
+    ) -> dict[str, Tensor]:
+        """All named parts and their sum; the first 2B rows are labelled."""
+        parts = self.semi_supervised(logits, target, valid, self.labelled_weight(batch))
+        parts["penalty"] = uniform_penalty(logits, valid, self.world)
+        loss = parts["labelled"] + self.unlabelled_weight * parts.get("unlabelled", 0.0)
+        return {"loss": loss + self.options.penalty * parts["penalty"], **parts}
+
+    def labelled_weight(self, batch: Batch) -> Tensor:
+        """(2B,) weight of each labelled row in its loss."""
+        return batch.valid.repeat(2)
+
+    def semi_supervised(
+        self, logits: Tensor, target: Tensor, valid: Tensor, weight: Tensor
+    ) -> dict[str, Tensor]:
+        rows = len(weight)
+        parts = {"labelled": soft_cross_entropy(logits[:rows], target[:rows], weight, self.world)}
+        if len(logits) > rows:
+            parts["unlabelled"] = squared_error(logits[rows:], target[rows:], valid[rows:], self.world)
+        return parts
+
+    @torch.no_grad()
+    def _guess(self, n: int, streams: Sequence[Batch]) -> list[Tensor]:
+        """(B,K) targets of each stream: labels refined by the learner, and labels guessed by both networks.
+
+        The learner guesses in training mode, as in the authors' code: with the statistics of the batch.
+        """
+        own, peer = self.network(n), self.judge(1 - n).eval()
+        labelled = streams[LABELLED]
+        trust = self.belief[1 - n, labelled.index][:, None]
+        onehot = F.one_hot(labelled.label, self.data.classes).float()
+        targets = [trust * onehot + (1 - trust) * mean_prediction([own], labelled)]
+        targets += [mean_prediction([own, peer], stream) for stream in streams[UNLABELLED:]]
+        return [sharpen(target, self.options.sharpening) for target in targets]
+
+    def _stacked(self, streams: Sequence[Batch], targets: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Pictures, targets and validity of both views of all streams, view by view."""
+        images = torch.cat([s.views[view] for s in streams for view in ("weak", "weak2")])
+        target = torch.cat([target.repeat(2, 1) for target in targets])
+        return images, target, torch.cat([stream.valid.repeat(2) for stream in streams])
+
+
+def mean_prediction(networks: Sequence[Network], batch: Batch) -> Tensor:
+    """(B,K) mean softmax over the networks and both weak views."""
+    views = torch.cat([batch.views["weak"], batch.views["weak2"]])
+    said = torch.stack([network(views)[1].float().softmax(1) for network in networks]).mean(0)
+    first, second = said.chunk(2)
+    return (first + second) / 2
+
+
+def pair_across(streams: Sequence[Batch], purpose: int) -> Tensor:
+    """Mixing partners for both views of all streams; groups of the same number mix across streams."""
+    groups, keys = [], []
+    for number, stream in enumerate(streams):
+        for view in range(2):
+            groups.append(torch.where(stream.valid > 0, stream.groups, -1))
+            keys.append((stream.index * 2 + view) * 2 + number)
+    seed = int(streams[0].generator(purpose).integers(2**31))
+    return mixing.pair_within(torch.cat(groups), torch.cat(keys), seed)
+
+
+@full_precision
+def squared_error(logits_BK: Tensor, target_BK: Tensor, weight_B: Tensor, world: World) -> Tensor:
+    """Mean over rows and classes of the squared difference between prediction and target."""
+    return world.mean_over((logits_BK.softmax(1) - target_BK).square().mean(1), weight_B)
+
+
+@full_precision
+def uniform_penalty(logits_BK: Tensor, valid_B: Tensor, world: World) -> Tensor:
+    """How far the mean prediction of the global batch is from uniform: KL(uniform || mean).
+
+    It is no mean over rows, so the sums are joined with gradient: each rank holds the whole value, and the
+    average of the gradients over ranks is the gradient of that value.
+    """
+    sums = torch.cat([(logits_BK.softmax(1) * valid_B[:, None]).sum(0), valid_B.sum()[None]])
+    sums = world.gather_rows(sums[None], [1] * world.size, grad=True).sum(0)
+    mean = sums[:-1] / sums[-1].clamp_min(1e-8)
+    return -(len(mean) * mean.clamp_min(1e-8)).log().mean()

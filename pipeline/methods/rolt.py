@@ -1,0 +1,85 @@
+"""RoLT+ (Wei et al., 2021): DivideMix that divides each class by the distance of its samples to the centroid.
+
+Losses are larger in the tail whether its labels are right or wrong; distances inside a class are compared
+only with each other. n rows of the survey on this rank, N in all, K classes, D features.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.config import Config
+from pipeline.data.batch import Batch, TrainingSet
+from pipeline.losses import full_precision
+from pipeline.methods import options
+from pipeline.methods.decoupling import centred
+from pipeline.methods.dividemix import DivideMix
+from pipeline.methods.ldam import class_weights
+from pipeline.methods.mixture import Fit, posterior_by_class
+from pipeline.prototypes import class_sums
+from pipeline.survey import Survey
+from pipeline.world import World
+
+FIT = Fit()
+
+
+class RoLT(DivideMix):
+    class_weight: Tensor  # (K,) for the labelled rows, late in the training
+
+    def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
+        super().__init__(config, data, world)
+        assert isinstance(config.method, options.RoLT)
+        self.options: options.RoLT = config.method
+        weights = class_weights(data.counts, self.options.beta)
+        self.register_buffer("class_weight", weights, persistent=False)
+
+    def survey_outputs(self, images: Tensor) -> dict[str, Tensor]:
+        out = {}
+        for n in range(2):
+            out[f"features{n}"], out[f"logits{n}"] = self.judge(n)(images)
+        return out
+
+    def divide(self, survey: Survey) -> list[np.ndarray]:
+        return [self.divide_by(n, survey) for n in range(2)]
+
+    def divide_by(self, n: int, survey: Survey) -> np.ndarray:
+        """(N,) belief of one network: centroids of all, who is near, their centroids, who is near now."""
+        rows, given = self.centred(survey[f"features{n}"]), self.given(survey)
+        everybody = torch.ones_like(rows[:, 0])
+        belief = self.near(survey, rows, self.centroids(rows, given, everybody)[0])
+        trusted = torch.from_numpy(belief > 0.5).to(rows)[survey.index]
+        return self.near(survey, rows, self.centroids(rows, given, trusted)[0])
+
+    def centred(self, features: Tensor) -> Tensor:
+        """(n,D) features seen from the mean of the training set, at length one."""
+        centre = self.world.sum(features.double().sum(0)) / len(self.data)
+        return centred(features, centre.float())
+
+    def centroids(self, rows: Tensor, given: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """(K,D) means of the weighted rows of all ranks, and (K,) how many there are.
+
+        A class whose rows all have weight zero takes the mean of all of them.
+        """
+        K, everybody = self.data.classes, torch.ones_like(weight)
+        sums = self.world.sum(torch.stack([class_sums(rows, given, w, K) for w in (weight, everybody)]))
+        chosen = torch.where(sums[0, :, -1:] > 0, sums[0], sums[1])
+        return chosen[:, :-1] / chosen[:, -1:].clamp_min(1e-12), sums[0, :, -1]
+
+    def near(self, survey: Survey, rows: Tensor, centroids: Tensor) -> np.ndarray:
+        """(N,) chance to belong to the nearer half of the own class."""
+        similarity = survey.everywhere(minus_distance(rows, centroids[self.given(survey)])).cpu().numpy()
+        given, K = self.data.given, self.data.classes
+        return self.on_lead(lambda: posterior_by_class(similarity, given, K, "large", FIT))
+
+    def labelled_weight(self, batch: Batch) -> Tensor:
+        late = self.epoch >= round(self.options.reweight_start * self.config.train.epochs)
+        weight = batch.valid * self.class_weight[batch.label] if late else batch.valid
+        return weight.repeat(2)
+
+
+@full_precision
+def minus_distance(rows_nD: Tensor, centroid_nD: Tensor) -> Tensor:
+    """(n,) minus the squared distance of each row to its centroid."""
+    return -(rows_nD - centroid_nD).square().sum(1)

@@ -1,0 +1,129 @@
+"""SFA (Li et al., IJCAI 2023): RoLT+ with centroids averaged over epochs and a second, balanced classifier.
+
+The balanced classifier says who counts for a centroid; the centroids of large classes are drawn from the
+Gaussian their averages span. n rows of the survey on this rank, N in all, K classes, D features.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pipeline.config import Config
+from pipeline.data.batch import Batch, TrainingSet
+from pipeline.data.randoms import keyed_generator
+from pipeline.losses import cross_entropy, full_precision
+from pipeline.methods import options
+from pipeline.methods.rolt import RoLT
+from pipeline.models.network import Average
+from pipeline.survey import Survey
+from pipeline.world import World
+
+CENTROIDS = 3  # purpose of random numbers
+
+
+class SFA(RoLT):
+    counts: Tensor  # (2,K) labels each network trusts, by class
+    mean: Tensor  # (2,K,D) float64: moving average of the centroids, by network
+    square: Tensor  # (2,K,D) float64: of their squares
+    averaged: Tensor  # bool: whether there is an average yet
+
+    def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
+        super().__init__(config, data, world)
+        assert isinstance(config.method, options.SFA)
+        self.options: options.SFA = config.method
+        K, D = data.classes, self.network(0).features
+        self.balanced = nn.ModuleList(nn.Linear(D, K) for _ in range(2))
+        self.balanced_average = Average(self.balanced, config.model.ema) if config.model.ema else None
+        self.register_buffer("counts", torch.from_numpy(data.counts).float().repeat(2, 1))
+        self.register_buffer("mean", torch.zeros(2, K, D, dtype=torch.float64))
+        self.register_buffer("square", torch.zeros(2, K, D, dtype=torch.float64))
+        self.register_buffer("averaged", torch.zeros((), dtype=torch.bool))
+
+    # -- what is believed ------------------------------------------------------------------------------------
+
+    def survey_outputs(self, images: Tensor) -> dict[str, Tensor]:
+        out = super().survey_outputs(images)
+        return out | {f"balanced{n}": self.balanced_judge(n)(out[f"features{n}"]) for n in range(2)}
+
+    def begin_epoch(self, survey: Survey | None) -> None:
+        super().begin_epoch(survey)
+        if survey is None:
+            return
+        self.averaged.fill_(True)
+        given, K = torch.from_numpy(self.data.given).to(self.belief.device, torch.long), self.data.classes
+        for n in range(2):
+            trusted = given[self.belief[n] > self.options.threshold]
+            self.counts[n].copy_(torch.bincount(trusted, minlength=K))
+
+    @property
+    def candidate_threshold(self) -> float:
+        """Confidence in the given label from which a sample counts for its centroid; it grows."""
+        done = (self.epoch + 1) / self.config.train.epochs
+        return self.options.candidate_growth**done / self.data.classes
+
+    def divide_by(self, n: int, survey: Survey) -> np.ndarray:
+        rows, given = self.centred(survey[f"features{n}"]), self.given(survey)
+        confidence = survey[f"balanced{n}"].softmax(1).gather(1, given[:, None])[:, 0]
+        candidates = (confidence > self.candidate_threshold).to(rows)
+        fresh, count = self.centroids(rows, given, candidates)
+        keep = self.options.averaging if self.averaged else 0.0
+        self.mean[n].lerp_(fresh, 1 - keep)
+        self.square[n].lerp_(fresh.square(), 1 - keep)
+        return self.near(survey, rows, self._drawn(n, count > self.options.sampled_above))
+
+    def _drawn(self, n: int, large: Tensor) -> Tensor:
+        """(K,D) the average, or for large classes a draw from the Gaussian of mean and square."""
+        spread = (self.square[n] - self.mean[n].square()).clamp_min(0).sqrt()
+        noise = keyed_generator(self.data.seed, self.tick(), n, CENTROIDS).standard_normal(spread.shape)
+        return self.mean[n] + large[:, None] * spread * torch.from_numpy(noise).to(spread)
+
+    def balanced_judge(self, n: int) -> nn.Module:
+        heads = self.balanced if self.balanced_average is None else self.balanced_average.network
+        return heads[n]  # type: ignore[index]
+
+    # -- how it is trained -----------------------------------------------------------------------------------
+
+    def learns(self, n: int) -> tuple[str, ...]:
+        return (f"networks.{n}.", f"balanced.{n}.")
+
+    def after_step(self) -> None:
+        super().after_step()
+        if self.balanced_average is not None:
+            self.balanced_average.update(self.balanced)
+
+    def warmup_losses(self, n: int, batch: Batch) -> dict[str, Tensor]:
+        features, logits = self.network(n)(batch.views["weak"])
+        parts = {"ce": cross_entropy(logits, batch.label, batch.valid, self.world)}
+        logits = shifted(self.balanced[n](features), self.counts[n])
+        parts["balanced"] = cross_entropy(logits, batch.label, batch.valid, self.world)
+        return {"loss": parts["ce"] + parts["balanced"], **parts}
+
+    def mixed_losses(
+        self, n: int, batch: Batch, features: Tensor, logits: Tensor, target: Tensor, valid: Tensor
+    ) -> dict[str, Tensor]:
+        losses = super().mixed_losses(n, batch, features, logits, target, valid)
+        logits = shifted(self.balanced[n](features), self.counts[1 - n])
+        parts = self.semi_supervised(logits, target, valid, self.labelled_weight(batch))
+        loss = parts["labelled"] + self.unlabelled_weight * parts.get("unlabelled", 0.0)
+        named = {f"balanced_{name}": value for name, value in parts.items()}
+        return {**losses, **named, "loss": losses["loss"] + loss}
+
+    # -- what it says ----------------------------------------------------------------------------------------
+
+    def scores(self, images: Tensor) -> dict[str, Tensor]:
+        """Both classifiers of both networks count; each kind beside it."""
+        said = [self.judge(n)(images) for n in range(2)]
+        linear = torch.stack([logits.float() for _, logits in said]).mean(0)
+        balanced = torch.stack([self.balanced_judge(n)(said[n][0]).float() for n in range(2)]).mean(0)
+        return {"both": (linear + balanced) / 2, "linear": linear, "balanced": balanced}
+
+
+@full_precision
+def shifted(logits_BK: Tensor, counts_K: Tensor) -> Tensor:
+    """Balanced softmax: with the frequency of the classes explained away, the bare logits treat them alike.
+
+    A class nobody stands for counts as one sample, or its logit would be minus infinity.
+    """
+    return logits_BK + counts_K.clamp_min(1).log()
