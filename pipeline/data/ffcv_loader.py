@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from queue import Empty
 from typing import Any
 
@@ -43,7 +44,7 @@ class BetonLoader(Loader):
             )
         threads = torch.get_num_threads()
         try:
-            self._source = _Beton(path, len(self.given), config)
+            self._source = _open(path, len(self.given), config.batch, config.threads)
         finally:
             torch.set_num_threads(threads)  # FFCV changes it for the whole process
 
@@ -104,10 +105,15 @@ def _finish(work: list[Future[None]]) -> None:
     work.clear()
 
 
+@cache  # FFCV compiles for seconds; and Python 3.11 may crash when Numba's code is collected
+def _open(path: str, samples: int, batch: int, threads: int) -> _Beton:
+    return _Beton(path, samples, batch, threads)
+
+
 class _Beton:
     """Decoded pictures of an FFCV file, in any order."""
 
-    def __init__(self, path: str, samples: int, config: DataConfig) -> None:
+    def __init__(self, path: str, samples: int, batch: int, threads: int) -> None:
         try:
             from ffcv.fields import RGBImageField
             from ffcv.loader import Loader as FFCV
@@ -135,12 +141,12 @@ class _Beton:
         self._file = np.memmap(path, np.uint8, "r")
         self._pointers = fields["data_ptr"].astype(np.int64)
         self._sizes = _sizes(path, reader, fields)
-        run = max(1, min(config.batch, MEMORY // (SLOTS * longest)))
+        run = max(1, min(batch, MEMORY // (SLOTS * longest)))
         pipelines = {name: None for name in names} | {images[0]: [_whole_pictures(longest)]}
         self._loader: Any = FFCV(
             path,
             batch_size=run,
-            num_workers=config.threads,
+            num_workers=threads,
             os_cache=True,
             order=OrderOption.SEQUENTIAL,
             pipelines=pipelines,

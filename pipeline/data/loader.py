@@ -88,7 +88,7 @@ class Loader:
         self.cut_short: set[int] = set()  # samples whose file ends early; what is there was used
         self.wait_seconds = 0.0  # time the consumer stood waiting for pictures
         n, size = len(self.given), config.size
-        # Where all views are cut from one small square and all squares fit, pictures are decoded once in a run.
+        # If all views are cut from one small square and all squares fit, pictures are decoded once in a run.
         keep = self.views.from_square and n * size * size * 3 <= KEEP_BYTES
         self._has = np.zeros(n, bool) if keep else None
         self._kept = np.zeros((n if keep else 0, size, size, 3), np.uint8)
