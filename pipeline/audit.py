@@ -108,7 +108,7 @@ def examine(opened: Opened, split: Split, threshold: float | None = None) -> Fin
 
 
 def _survey(opened: Opened, split: Split, refined: np.ndarray | None) -> tuple[np.ndarray, ...]:
-    """(confidence in the given label, suggested label, confidence in it, embedding) of every sample; the method's
+    """(confidence in the given label, suggestion, confidence in it, embedding) of every sample; the method's
     refined labels are the suggestion where there are any, else the model's answers."""
     import torch
 

@@ -1,4 +1,8 @@
-"""Exact evaluation over all ranks: every test picture counts once, and only sums cross the ranks."""
+"""Exact evaluation over all ranks: every test picture counts once, and only sums cross the ranks.
+
+`python -m pipeline.evaluate RUN [--shards URL] [--split NAME] [--out DIR]` judges a trained model on any shards; under
+torchrun it does so with all ranks together.
+"""
 
 from __future__ import annotations
 
@@ -99,3 +103,10 @@ def _summarise(summed: dict[str, np.ndarray], groups: dict[str, np.ndarray]) -> 
         out.confidence[head] = rows[:, K + 2] / np.maximum(total, 1)
     assert out is not None
     return out
+
+
+if __name__ == "__main__":
+    from pipeline.evaluate_command import main
+    from shards.settings import run
+
+    run(main)
