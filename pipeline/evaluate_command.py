@@ -1,0 +1,115 @@
+"""The command line of pipeline.evaluate: a trained model on any shards."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shards.settings import UserError
+
+if TYPE_CHECKING:
+    from pipeline.evaluate import Evaluation
+    from pipeline.runs import Opened
+    from pipeline.world import World
+
+
+def judge(opened: Opened, shards: str, name: str, world: World) -> Evaluation:
+    """The model on one split; true labels where they are known. Called by all ranks."""
+    import numpy as np
+
+    from pipeline.data.loader import Loader
+    from pipeline.evaluate import evaluate
+    from pipeline.pulse import Pulse
+
+    split = opened.split(name, shards)
+    model = opened.model
+    loader = Loader(split, model.config.data, model.config.seed, world)
+    labels = split.true if (split.true >= 0).any() else split.given
+    train = split.manifest.splits.get(
+        "train", split.info
+    )  # classes are many, medium or few by the training set
+    counts = np.asarray(train.clean_counts, np.int64)
+    return evaluate(model.method, loader.survey(), labels, counts, world, Pulse(world), model.autocast)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline.evaluate", description="Judge a trained model on shards."
+    )
+    parser.add_argument("run", metavar="RUN", help="output folder, checkpoint, MLflow run id or MLflow model")
+    parser.add_argument(
+        "--shards", default="", help="folder or URL of shards; default: those it was trained on"
+    )
+    parser.add_argument(
+        "--split",
+        action="append",
+        default=[],
+        help="split; may be given several times; default: all but train",
+    )
+    parser.add_argument("--best", action="store_true", help="the best checkpoint instead of the newest")
+    parser.add_argument("--uri", default="", help="MLflow tracking URI, for run ids and MLflow models")
+    parser.add_argument("--out", type=Path, help="folder for evaluation.json and per-class tables")
+    options = parser.parse_args(argv)
+    from pipeline import world as ranks
+    from pipeline.runs import open_run
+    from shards.reader import read_manifest
+
+    world = ranks.start()
+    try:
+        opened = open_run(options.run, options.uri, options.best)
+        names = options.split or [
+            n for n in read_manifest(options.shards or opened.shards).splits if n != "train"
+        ]
+        if not names:
+            raise UserError(
+                f"{options.shards or opened.shards} has no split but train. Name it with --split train."
+            )
+        results = {name: judge(opened, options.shards, name, world) for name in names}
+    finally:
+        ranks.stop()
+    if world.leads:
+        for name, result in results.items():
+            _print(name, opened, result)
+        if options.out:
+            _write(options.out, opened, results)
+    return 0
+
+
+def _print(name: str, opened: Opened, result: Evaluation) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if Console().is_terminal else 100)
+    shown = {
+        key.removeprefix("test/"): value
+        for key, value in result.metrics.items()
+        if "top" in key or key.count("/") == 1
+    }
+    console.print(
+        f"{opened.name} on {name}: " + "  ".join(f"{key} {value:.2f}" for key, value in shown.items())
+    )
+    if len(opened.model.classes) > 20:
+        return
+    grid = Table()
+    for column in ("class", "pictures", "correct", "accuracy"):
+        grid.add_column(column, justify="left" if column == "class" else "right")
+    for label, correct, total in zip(opened.model.classes, result.correct, result.total):
+        grid.add_row(label, str(int(total)), str(int(correct)), f"{100 * correct / max(total, 1):.1f}")
+    console.print(grid)
+
+
+def _write(out: Path, opened: Opened, results: dict[str, Evaluation]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    facts = {"run": opened.name, "metrics": {name: result.metrics for name, result in results.items()}}
+    (out / "evaluation.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    for name, result in results.items():
+        with (out / f"classes-{name}.csv").open("w", newline="", encoding="utf-8") as file:
+            table = csv.writer(file)
+            table.writerow(["class", "name", "pictures", "correct", "accuracy"])
+            for k, label in enumerate(opened.model.classes):
+                total, correct = int(result.total[k]), int(result.correct[k])
+                table.writerow([k, label, total, correct, f"{correct / max(total, 1):.4f}"])
+    print(f"wrote {out / 'evaluation.json'}")
