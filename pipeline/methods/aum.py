@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from pipeline.config import Config
 from pipeline.data.batch import Batch, Pass, TrainingSet
 from pipeline.data.randoms import keyed_generator
-from pipeline.losses import cross_entropy
+from pipeline.losses import cross_entropy, full_precision
 from pipeline.methods import options
 from pipeline.methods.base import Beliefs, OneNetwork, Stage
 from pipeline.methods.memory import accumulate
@@ -35,6 +35,7 @@ def fake_sets(data: TrainingSet) -> Tensor:
     return fake
 
 
+@full_precision
 def margins(logits_BK: Tensor, label_B: Tensor) -> Tensor:
     """(B,) the label's logit minus the largest other one."""
     own = F.one_hot(label_B, logits_BK.shape[1]).bool()
@@ -124,7 +125,7 @@ class AUM(OneNetwork):
             return {"loss": cross_entropy(logits, batch.label, batch.valid, self.world)}
         _, logits = self.runs[self.stage](batch.views["weak"])
         label = torch.where(self.fake[batch.index, self.stage], self.data.classes, batch.label)
-        margin = margins(logits.detach().float(), label)
+        margin = margins(logits.detach(), label)
         accumulate(self.sums[:, self.stage], batch, margin, self.world)
         accumulate(self.seen[:, self.stage], batch, torch.ones_like(margin), self.world)
         return {"loss": cross_entropy(logits, label, batch.valid, self.world)}
@@ -137,4 +138,4 @@ class AUM(OneNetwork):
             return None
         score = torch.where(self.fake, 0, self.margin).sum(1) / (~self.fake).sum(1).clamp_min(1)
         extra = {f"aum_threshold_{r + 1}": float(value) for r, value in enumerate(self.threshold)}
-        return Beliefs(self.clean.float(), None, self.clean, score, extra)
+        return Beliefs(weight=self.clean.float(), clean=self.clean, score=score, extra=extra)

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from pipeline.config import Config
 from pipeline.data.batch import Batch, TrainingSet
-from pipeline.losses import full_precision
+from pipeline.losses import sample_losses
 from pipeline.methods import options
 from pipeline.methods.base import Beliefs
 from pipeline.methods.memory import places, remember
-from pipeline.methods.mixture import Fit, normalised, posterior
+from pipeline.methods.mixture import Fit, posterior_by_class
 from pipeline.methods.two_networks import TwoNetworks
 from pipeline.survey import Survey
 from pipeline.world import World
@@ -44,13 +43,16 @@ class CoTeaching(TwoNetworks):
         return {str(n): self.judge(n)(images)[1] for n in range(2)}
 
     def begin_epoch(self, survey: Survey | None) -> None:
-        """Estimate the noise rate while the wrong labels are not memorised yet: the part of the losses' worse component."""
+        """Estimate the noise rate while the wrong labels are not memorised yet: the part of the losses' worse component.
+
+        Class by class, because the losses of rare classes are large for another reason.
+        """
         if survey is None:
             return
         label = torch.from_numpy(self.data.given)[survey.index.cpu()].to(survey.index.device, torch.long)
-        loss = sum(F.cross_entropy(survey[str(n)], label, reduction="none") for n in range(2))
+        loss = sum(sample_losses(survey[str(n)], label) for n in range(2))
         losses = survey.everywhere(torch.as_tensor(loss)).cpu().numpy()
-        clean = posterior(normalised(losses, "small"), "small", Fit(floor=5e-4))
+        clean = posterior_by_class(losses, self.data.given, self.data.classes, "small", Fit(floor=5e-4))
         self.noise.fill_(1 - float(clean.mean()))
 
     @property
@@ -61,17 +63,12 @@ class CoTeaching(TwoNetworks):
     # -- how it is trained ----------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        losses = [self._losses(self.network(n)(batch.views["weak"])[1], batch.label) for n in range(2)]
+        losses = [sample_losses(self.network(n)(batch.views["weak"])[1], batch.label) for n in range(2)]
         easy = [self._easy(loss, batch) for loss in losses]
         remember(self.kept, batch, easy[0] + easy[1], self.world)
         remember(self.score, batch, (torch.exp(-losses[0]) + torch.exp(-losses[1])) / 2, self.world)
         first, second = (self.world.mean_over(losses[n], easy[1 - n]) for n in range(2))
         return {"loss": first + second, "first": first, "second": second}
-
-    @staticmethod
-    @full_precision
-    def _losses(logits_BK: Tensor, label_B: Tensor) -> Tensor:
-        return F.cross_entropy(logits_BK, label_B, reduction="none")
 
     def _easy(self, loss_B: Tensor, batch: Batch) -> Tensor:
         """(B,) 1 for the samples of the smallest losses in the global batch, else 0."""
@@ -81,4 +78,9 @@ class CoTeaching(TwoNetworks):
         return (place < count).float() * batch.valid
 
     def beliefs(self) -> Beliefs:
-        return Beliefs(self.kept / 2, None, self.kept > 1.5, self.score, {"noise_rate": float(self.noise)})
+        return Beliefs(
+            weight=self.kept / 2,
+            clean=self.kept > 1.5,  # both kept it
+            score=self.score,
+            extra={"noise_rate": float(self.noise)},
+        )

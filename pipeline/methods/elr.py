@@ -29,8 +29,8 @@ COEFFICIENT, PARTNER = 1, 3  # purposes of random numbers; the second network us
 
 
 @full_precision
-def prediction(logits_BK: Tensor) -> Tensor:
-    return logits_BK.softmax(1).clamp(LEAST, 1 - LEAST)
+def prediction(logits_BK: Tensor, least: float = LEAST) -> Tensor:
+    return logits_BK.softmax(1).clamp(least, 1 - least)
 
 
 @full_precision
@@ -43,7 +43,7 @@ def remembered(memory_NK: Tensor, data: TrainingSet) -> Beliefs:
     """The class remembered most strongly is what is believed; samples never seen keep their label."""
     given = torch.from_numpy(data.given).to(memory_NK.device, torch.long)
     label = torch.where(memory_NK.sum(1) > 0, memory_NK.argmax(1), given)
-    return Beliefs(None, label, label == given, memory_NK.gather(1, given[:, None])[:, 0])
+    return Beliefs(label=label, clean=label == given, score=memory_NK.gather(1, given[:, None])[:, 0])
 
 
 class ELR(OneNetwork):
@@ -97,7 +97,7 @@ class ELRPlus(TwoNetworks):
         """Cross-entropy and regulariser of network n."""
         images = batch.views["weak"]
         with torch.no_grad():
-            fresh = self.teacher(1 - n)(images)[1].float().softmax(1)
+            fresh = prediction(self.teacher(1 - n)(images)[1], 0.0)
         remember(self.memory[:, n], batch, fresh, self.world, keep=self.options.beta)
         lam = mixing.coefficient(batch, self.options.mixup, COEFFICIENT + n, fold=True)
         partner = mixing.partners(batch, 1, PARTNER + n)

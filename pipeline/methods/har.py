@@ -15,13 +15,12 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from pipeline.config import Config
 from pipeline.data import order
 from pipeline.data.batch import Batch, Pass, TrainingSet
 from pipeline.data.randoms import keyed_generator
-from pipeline.losses import cross_entropy
+from pipeline.losses import cross_entropy, sample_losses
 from pipeline.methods import options
 from pipeline.methods.base import OneNetwork, Stage
 from pipeline.methods.ldam import class_weights
@@ -126,7 +125,7 @@ class HAR(OneNetwork):
         weight = batch.valid * self.weights[batch.label] if late else batch.valid  # type: ignore[index]
         with self._watched() as outputs:
             _, logits = self.network(batch.views["weak"])
-        loss_B = F.cross_entropy(logits.float(), batch.label, reduction="none")
+        loss_B = sample_losses(logits, batch.label)
         ce = self.world.mean_over(loss_B, weight)
         har = self._regulariser(loss_B, weight, outputs, batch)
         return {"loss": ce + self.options.strength * har, "ce": ce, "har": har}
@@ -139,7 +138,7 @@ class HAR(OneNetwork):
             gradients = torch.autograd.grad((loss_B * weight_B).sum(), outputs, create_graph=True)
             norms_B = torch.zeros_like(loss_B)
             for layer, gradient in zip(self._norms(), gradients):
-                gradient = gradient.float()
+                gradient = gradient.to(loss_B.dtype)
                 if layer.weight is not None:  # from behind the layer's scale to before it
                     gradient = gradient * layer.weight[:, None, None]
                 # The root of zero has no derivative.

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from pipeline import mixing
 from pipeline.config import Config
 from pipeline.data.batch import Batch, TrainingSet
-from pipeline.losses import full_precision
+from pipeline.losses import full_precision, sample_losses
 from pipeline.methods import options
 from pipeline.methods.base import Beliefs, OneNetwork
 from pipeline.methods.memory import remember
@@ -69,7 +68,7 @@ class MentorNet(OneNetwork):
     def _losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """(B,) of this rank with gradient; (G,) of all ranks, and which of them are real."""
         _, logits = self.network(batch.views["weak"])
-        loss = F.cross_entropy(logits.float(), batch.label, reduction="none")
+        loss = sample_losses(logits, batch.label)
         return (
             loss,
             self.world.gather_rows(loss.detach(), batch.rows),
@@ -91,4 +90,4 @@ class MentorNet(OneNetwork):
         return (1 - beyond / self.options.soft_width).clamp(0, 1)
 
     def beliefs(self) -> Beliefs:
-        return Beliefs(self.weight, None, self.weight >= 1, self.score)
+        return Beliefs(weight=self.weight, clean=self.weight >= 1, score=self.score)
