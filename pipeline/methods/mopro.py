@@ -1,0 +1,233 @@
+"""MoPro (Li et al., ICLR 2021): labels corrected in every step by moving prototypes; a balanced classifier.
+
+Losses of a step: cross-entropy, instance contrast against a queue of keys from an averaged network, and
+contrast against the prototypes. Queue, prototypes and beliefs move after the step, equally on all ranks.
+B rows on this rank, G over all ranks, K classes, D embedding width, N training samples.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pipeline.config import Config
+from pipeline.data import order
+from pipeline.data.batch import Batch, Pass, TrainingSet
+from pipeline.losses import cross_entropy, full_precision, prototype_logits
+from pipeline.methods import options
+from pipeline.methods.base import Beliefs, OneNetwork, Stage
+from pipeline.models.network import Average, unit
+from pipeline.survey import Survey
+from pipeline.world import World
+from shards.settings import UserError
+
+MAIN, RETRAIN = 0, 1
+
+
+class MoPro(OneNetwork):
+    prototypes: Tensor  # (K,D); zero until the class was seen
+    queue: Tensor  # (Q+1,D) keys; the last row takes what must not be kept
+    written: Tensor  # how many keys were ever written
+    label: Tensor  # (N,) corrected label of the sample's last step
+    kept: Tensor  # (N,) 1 where the given label scores above chance
+    used: Tensor  # (N,) 1 where the sample has a label, kept or corrected
+    score: Tensor  # (N,) score of the given label
+
+    def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
+        super().__init__(config, data, world, embed=True)
+        assert isinstance(config.method, options.MoPro)
+        self.options = config.method
+        if self.options.queue < config.data.batch:
+            raise UserError(
+                f"method.queue={self.options.queue} cannot hold the keys of one step; set it to data.batch="
+                f"{config.data.batch} or more."
+            )
+        K, D, N = data.classes, config.model.embedding, len(data)
+        self.key_average = Average(self.network, self.options.momentum)
+        self.register_buffer("prototypes", torch.zeros(K, D))
+        self.register_buffer("queue", torch.zeros(self.options.queue + 1, D))
+        self.register_buffer("written", torch.zeros((), dtype=torch.long))
+        self.register_buffer("label", torch.from_numpy(data.given).int())
+        for name in ("kept", "used", "score"):
+            self.register_buffer(name, torch.ones(N))
+        self.seen: list[tuple[Tensor, Tensor]] = []  # rows of the step in the making, of all ranks
+
+    def stages(self) -> list[Stage]:
+        main = Stage("train", epochs=self.config.train.epochs, trainable=("network.",))
+        if not self.options.retrain_part:
+            return [main]
+        epochs = max(1, round(self.options.retrain_part * self.config.train.epochs))
+        course = {"lr": self.options.retrain_lr, "weight_decay": 0.0, "schedule": "steps",
+                  "milestones": (1 / 3, 2 / 3), "decay": 0.1, "warmup_epochs": 0}  # fmt: skip
+        optim = self.config.optim.model_copy(update=course)
+        return [main, Stage("classifier", epochs=epochs, optim=optim, trainable=("network.head",))]
+
+    # -- what is believed ------------------------------------------------------------------------------------
+
+    @property
+    def first_cleaning(self) -> int:
+        return max(1, round(self.options.cleaning_start * self.config.train.epochs))
+
+    @property
+    def cleaning_now(self) -> bool:
+        return self.stage == RETRAIN or self.epoch >= self.first_cleaning
+
+    def wants_survey(self) -> bool:
+        """The last stage learns from one calm look at all samples, not from those of the steps."""
+        return self.stage == RETRAIN and self.epoch == 0
+
+    def survey_outputs(self, images: Tensor) -> dict[str, Tensor]:
+        features, logits = self.judge(images)
+        return {"z": self.judge.embed(features), "linear": logits}
+
+    def begin_epoch(self, survey: Survey | None) -> None:
+        if survey is None:
+            return
+        given = torch.from_numpy(self.data.given[survey.index.cpu().numpy()]).to(survey.index)
+        near = prototype_logits(survey["z"], self.prototypes, self.options.temperature)
+        found = self._correct(survey["linear"], near, given)
+        for memory, value in zip((self.label, self.kept, self.used, self.score), found):
+            memory.copy_(survey.everywhere(value.to(memory.dtype)))
+
+    @full_precision
+    def _correct(self, logits: Tensor, near: Tensor, given: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Corrected label; does the given one beat chance; is there a label at all; score of the given."""
+        share = self.options.classifier_weight
+        soft = share * logits.softmax(1) + (1 - share) * near.softmax(1)
+        score = soft.gather(1, given[:, None])[:, 0]
+        top, likeliest = soft.max(1)
+        sure, kept = top > self.options.relabel_above, score > 1 / soft.shape[1]
+        return torch.where(sure, likeliest, given), kept.float(), (kept | sure).float(), score
+
+    def beliefs(self) -> Beliefs | None:
+        """What the steps of the last epoch found; believed is a label neither doubted nor changed."""
+        if self.stage == MAIN and self.epoch <= self.first_cleaning:
+            return None
+        given = torch.from_numpy(self.data.given).to(self.label)
+        return Beliefs(self.used, self.label.long(), (self.kept > 0) & (self.label == given), self.score)
+
+    # -- how it is trained -----------------------------------------------------------------------------------
+
+    def passes(self) -> list[Pass]:
+        if self.stage == MAIN:
+            return [Pass(self.data.shuffled(self.tick()), ("weak", "strong"))]
+        used = self.used.cpu().numpy() > 0
+        if not used.any():
+            used[:] = True
+        label = np.where(used, self.label.cpu().numpy(), -1)
+        walk = order.balanced(label, self.data.classes, self.data.seed, self.tick(), int(used.sum()))
+        return [Pass(walk)]
+
+    def train(self, mode: bool = True) -> MoPro:
+        """In the last stage the representation is frozen with its statistics."""
+        super().train(mode)
+        if self.stage == RETRAIN:
+            self.network.backbone.eval()
+        return self
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        if self.stage == RETRAIN:
+            with torch.no_grad():
+                features = self.network.backbone(batch.views["weak"])
+            label = self.label[batch.index].long()
+            return {"loss": cross_entropy(self.network.head(features), label, batch.valid, self.world)}
+        features, logits = self.network(batch.views["weak"])
+        z = self.network.embed(features)
+        with torch.no_grad():
+            averaged = self.key_average.network
+            key = averaged.embed(averaged(batch.views["strong"])[0])  # type: ignore[operator]
+        near = prototype_logits(z, self.prototypes, self.options.temperature)
+        label, kept, used, score = self._correct(logits.detach(), near.detach(), batch.label)
+        if not self.cleaning_now:
+            label, kept, used = batch.label, torch.ones_like(kept), torch.ones_like(used)
+        weight = batch.valid * used
+        self._note(batch, label, torch.cat([key, z, torch.stack([kept, used, score, batch.valid], 1)], 1))
+        parts = {"ce": cross_entropy(logits, label, weight, self.world)}
+        parts["cc"] = queue_contrastive(
+            z, key, self.queue[:-1], self.written, batch.valid, self.options.temperature, self.world
+        )
+        if self.epoch > 0:  # in the first epoch the prototypes form
+            parts["pc"] = cross_entropy(near, label, weight, self.world)
+        loss = parts["ce"] + self.options.contrastive * parts["cc"]
+        return {"loss": loss + self.options.prototype * parts.get("pc", 0.0), **parts}
+
+    @torch.no_grad()
+    def _note(self, batch: Batch, label: Tensor, rows: Tensor) -> None:
+        """Keep what is to move after the step: the loss still needs queue and prototypes as they are."""
+        whole = torch.stack([batch.index, label], 1)
+        self.seen.append(
+            (self.world.gather_rows(whole, batch.rows), self.world.gather_rows(rows, batch.rows))
+        )
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        if self.stage == RETRAIN:
+            return
+        super().after_step()
+        self.key_average.update(self.network)
+        whole, rows = (torch.cat(parts) for parts in zip(*self.seen))
+        self.seen = []
+        (index, label), (key, z, flags) = whole.T, rows.split([*2 * [self.queue.shape[1]], 4], 1)
+        kept, used, score, valid = flags.T
+        enqueue(self.queue, self.written, key, valid)
+        self.prototypes.copy_(moved(self.prototypes, z, label, used * valid, self.options.prototype_momentum))
+        for memory, value in zip((self.label, self.kept, self.used, self.score), (label, kept, used, score)):
+            change = (value.to(memory.dtype) - memory[index]) * valid.to(memory.dtype)
+            memory.index_add_(0, index, change)
+
+    # -- what it says ----------------------------------------------------------------------------------------
+
+    def scores(self, images: Tensor) -> dict[str, Tensor]:
+        features, logits = self.judge(images)
+        near = prototype_logits(self.judge.embed(features), self.prototypes, self.options.temperature)
+        return {"linear": logits.float(), "prototype": near}
+
+    def embeddings(self, images: Tensor) -> Tensor:
+        return self.judge.embed(self.judge(images)[0])
+
+
+@full_precision
+def queue_contrastive(
+    z_BD: Tensor,
+    key_BD: Tensor,
+    queue_QD: Tensor,
+    written: Tensor,
+    valid_B: Tensor,
+    temperature: float,
+    world: World,
+) -> Tensor:
+    """Tell the key of the same picture from those in the queue, as far as it is filled."""
+    empty = torch.arange(len(queue_QD), device=queue_QD.device) >= written
+    others = (z_BD @ queue_QD.T).masked_fill(empty, -torch.inf)
+    logits = torch.cat([(z_BD * key_BD).sum(1, keepdim=True), others], 1) / temperature
+    return world.mean_over(
+        F.cross_entropy(logits, torch.zeros_like(valid_B, dtype=torch.long), reduction="none"), valid_B
+    )
+
+
+def enqueue(queue: Tensor, written: Tensor, key_GD: Tensor, valid_G: Tensor) -> None:
+    """Write the valid keys over the oldest ones. Rows that stand for nothing go to the queue's last row."""
+    size, real = len(queue) - 1, valid_G > 0
+    place = (written + real.cumsum(0) - 1) % size
+    queue.index_copy_(0, torch.where(real, place, size), key_GD.to(queue.dtype))
+    queue[size] = 0
+    written += real.sum()
+
+
+def moved(prototypes_KD: Tensor, z_GD: Tensor, label_G: Tensor, weight_G: Tensor, momentum: float) -> Tensor:
+    """(K,D) unit prototypes after each sample of weight 1, in order, has moved that of its label.
+
+    In closed form: a sample's part is (1 - m) m^(samples of the class after it).
+    """
+    counts = (weight_G > 0)[:, None] & (
+        label_G[:, None] == label_G
+    )  # (G,G) by later sample (rows), earlier (columns)
+    after = counts.tril(-1).sum(0)
+    total = torch.zeros(len(prototypes_KD), device=label_G.device).index_add_(
+        0, label_G, (weight_G > 0).float()
+    )
+    part = torch.where(weight_G > 0, (1 - momentum) * momentum ** after.double(), 0.0)
+    sums = prototypes_KD.double() * momentum ** total.double()[:, None]
+    return unit(sums.index_add_(0, label_G, part[:, None] * z_GD.double())).float()

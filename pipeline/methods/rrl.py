@@ -1,0 +1,224 @@
+"""RRL (Li et al., ICCV 2021): learn the representation, let neighbours in it correct the labels.
+
+Each epoch: survey -> soft labels from neighbours and classifier -> prototypes of samples with a label ->
+    L = L_ce + contrastive * L_cc + prototype(e) * L_pc + reconstruction * L_rec.
+n rows of the survey on this rank, N in all, B rows of a batch, K classes, D embedding width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipeline import mixing
+from pipeline.config import Config
+from pipeline.data.batch import Batch, Pass, TrainingSet
+from pipeline.losses import (
+    cross_entropy,
+    full_precision,
+    instance_contrastive,
+    prototype_logits,
+    soft_cross_entropy,
+)
+from pipeline.methods import options
+from pipeline.methods.base import Beliefs, OneNetwork, Stage
+from pipeline.models.network import unit
+from pipeline.prototypes import class_prototypes
+from pipeline.survey import Survey
+from pipeline.world import World
+
+WARMUP, MAIN = 0, 1
+MIX_COEFFICIENT, MIX_PARTNER = 1, 2  # purposes of random numbers
+
+
+class RRL(OneNetwork):
+    prototypes: Tensor  # (K,D)
+    bank: Tensor  # (N,D) embeddings of the last survey: neighbours for evaluation
+    soft: Tensor  # (N,K) soft labels; one-hot where the given label is kept
+    hard: Tensor  # (N,) their likeliest class
+    kept: Tensor  # (N,) bool: the given label is kept
+    used: Tensor  # (N,) float: 1 for samples that have a label, kept or corrected
+
+    def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
+        super().__init__(config, data, world, embed=True)
+        assert isinstance(config.method, options.RRL)
+        self.options = config.method
+        K, D, N = data.classes, config.model.embedding, len(data)
+        self.decoder = nn.Linear(D, self.network.features)
+        given = torch.from_numpy(data.given).long()
+        self.register_buffer("prototypes", torch.zeros(K, D))
+        self.register_buffer("bank", torch.zeros(N, D))
+        self.register_buffer("soft", F.one_hot(given, K).float())
+        self.register_buffer("hard", given.to(torch.int16 if K < 2**15 else torch.int32))
+        self.register_buffer("kept", torch.ones(N, dtype=torch.bool))
+        self.register_buffer("used", torch.ones(N))
+        self.score: Tensor | None = None  # (N,) score of the given label, until the epoch's metrics are made
+
+    def stages(self) -> list[Stage]:
+        coding = ("network.projector", "decoder") if self.options.reconstruction else ()
+        warmup = ("network.backbone", "network.head", *coding)
+        learns = ("network.", *coding)
+        return [
+            Stage("warm-up", steps=self.options.warmup_steps, constant_lr=True, trainable=warmup),
+            Stage("train", epochs=self.config.train.epochs, fresh_optimizer=False, trainable=learns),
+        ]
+
+    # -- what is believed ------------------------------------------------------------------------------------
+
+    @property
+    def first_cleaning(self) -> int:
+        return round(self.options.cleaning_start * self.config.train.epochs)
+
+    @property
+    def cleaning_now(self) -> bool:
+        return self.stage == MAIN and self.epoch >= self.first_cleaning
+
+    def wants_survey(self) -> bool:
+        return self.stage == MAIN
+
+    def ends_with_survey(self) -> bool:
+        return self.stage == MAIN
+
+    def survey_outputs(self, images: Tensor) -> dict[str, Tensor]:
+        features, logits = self.judge(images)
+        return {"z": self.judge.embed(features), "linear": logits}
+
+    def begin_epoch(self, survey: Survey | None) -> None:
+        if survey is None:
+            return
+        self.bank.copy_(survey.everywhere(survey["z"]))
+        if self.cleaning_now:
+            self._clean(survey)
+        label, weight = self.hard[survey.index].long(), self.used[survey.index]
+        self.prototypes.copy_(class_prototypes(survey["z"], label, weight, self.prototypes, self.world)[0])
+
+    def end_epoch(self, survey: Survey | None) -> None:
+        if survey is not None:
+            self.bank.copy_(survey.everywhere(survey["z"]))
+
+    def _clean(self, survey: Survey) -> None:
+        """Half of a soft label comes from the neighbours' soft labels, half from the classifier."""
+        given = torch.from_numpy(self.data.given[survey.index.cpu().numpy()]).to(survey.index)
+        said = survey["linear"].softmax(1)
+        if self.epoch == self.first_cleaning:  # neighbours need soft labels to start from
+            self.soft.copy_(survey.everywhere(self._keep_given(said, given)[0]))
+        near = neighbours_say(
+            survey["z"], self.bank, self.soft, self.options.neighbours, self.options.temperature,
+            self.options.neighbour_block, survey.index,
+        )  # fmt: skip
+        mixed = (near + said) / 2
+        soft, kept = self._keep_given(mixed, given)
+        top, hard = soft.max(1)
+        self.soft.copy_(survey.everywhere(soft))
+        self.hard.copy_(survey.everywhere(hard.to(self.hard.dtype)))
+        self.kept.copy_(survey.everywhere(kept.to(torch.uint8)).bool())
+        self.used.copy_(survey.everywhere((top > self.options.use_above).float()))
+        self.score = survey.everywhere(mixed.gather(1, given[:, None])[:, 0])
+
+    def _keep_given(self, soft_nK: Tensor, given_n: Tensor) -> tuple[Tensor, Tensor]:
+        """Soft labels, one-hot where the given label scores well enough to be kept; and where that is."""
+        kept = soft_nK.gather(1, given_n[:, None])[:, 0] > self.options.keep_above
+        return torch.where(kept[:, None], F.one_hot(given_n, soft_nK.shape[1]).to(soft_nK), soft_nK), kept
+
+    def beliefs(self) -> Beliefs | None:
+        if not self.cleaning_now:
+            return None
+        score, self.score = self.score, None
+        return Beliefs(self.used, self.hard.long(), self.kept, score)
+
+    # -- how it is trained -----------------------------------------------------------------------------------
+
+    def passes(self) -> list[Pass]:
+        views = ("weak",) if self.stage == WARMUP else ("weak", "strong")
+        return [Pass(self.data.shuffled(self.tick()), views)]
+
+    @property
+    def prototype_weight(self) -> float:
+        top, ramp = self.options.prototype, self.options.prototype_ramp * self.config.train.epochs
+        return min(1 + self.epoch * (top - 1) / ramp, top) if ramp else top
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        """Before cleaning all beliefs are those of the given labels, so one formula serves."""
+        label, weight = self.hard[batch.index].long(), batch.valid * self.used[batch.index]
+        features, logits = self.network(batch.views["weak"])
+        parts = {"ce": cross_entropy(logits, label, weight, self.world)}
+        z, parts["rec"] = self._code(features, batch)
+        if self.stage == MAIN:
+            z_strong, error = self._code(self.network(batch.views["strong"])[0], batch)
+            parts["rec"] = parts["rec"] + error
+            parts["cc"] = instance_contrastive(
+                z, z_strong, batch.valid, self.options.temperature, self.world, batch.rows
+            )
+            parts["pc"] = self._prototype_loss(batch, label, weight)
+        loss = (
+            parts["ce"]
+            + self.options.reconstruction * parts["rec"]
+            + self.options.contrastive * parts.get("cc", 0.0)
+            + self.prototype_weight * parts.get("pc", 0.0)
+        )
+        return {"loss": loss, **parts}
+
+    def _code(self, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(B,D) unit embeddings, and how badly the features can be told from them."""
+        assert self.network.projector is not None
+        if not self.options.reconstruction:
+            return self.network.embed(features), features.new_zeros(())
+        code = self.network.projector(features)
+        return unit(code), reconstruction_error(self.decoder(code), features, batch.valid, self.world)
+
+    def _prototype_loss(self, batch: Batch, label: Tensor, weight: Tensor) -> Tensor:
+        """Mixed pictures towards the mixture of their prototypes, among samples that have a label."""
+        views = ["weak", "strong"] if self.options.mixup_views == "both" else ["weak"]
+        images = torch.cat([batch.views[view] for view in views])
+        target = F.one_hot(label, self.data.classes).float().repeat(len(views), 1)
+        lam = mixing.coefficient(batch, self.options.mixup, MIX_COEFFICIENT)
+        partner = mixing.partners(replace(batch, valid=weight), len(views), MIX_PARTNER)
+        images, target = mixing.mix(images, partner, lam), mixing.mix(target, partner, lam)
+        z = self.network.embed(self.network(images)[0])
+        logits = prototype_logits(z, self.prototypes, self.options.temperature)
+        return soft_cross_entropy(logits, target, weight.repeat(len(views)), self.world)
+
+    # -- what it says ----------------------------------------------------------------------------------------
+
+    def scores(self, images: Tensor) -> dict[str, Tensor]:
+        features, logits = self.judge(images)
+        z, o = self.judge.embed(features), self.options
+        near = neighbours_say(z, self.bank, self.soft, o.neighbours, o.temperature, o.neighbour_block)
+        return {"linear": logits.float(), "neighbours": near.clamp_min(1e-8).log()}
+
+    def embeddings(self, images: Tensor) -> Tensor:
+        return self.judge.embed(self.judge(images)[0])
+
+
+@full_precision
+def reconstruction_error(decoded_BF: Tensor, features_BF: Tensor, valid_B: Tensor, world: World) -> Tensor:
+    return world.mean_over((decoded_BF.relu() - features_BF).square().mean(1), valid_B)
+
+
+@full_precision
+def neighbours_say(
+    z_nD: Tensor,
+    bank_ND: Tensor,
+    soft_NK: Tensor,
+    k: int,
+    temperature: float,
+    block: int,
+    own_n: Tensor | None = None,
+) -> Tensor:
+    """(n,K) mean soft label of the k nearest of the bank, weighted by exp(cosine / temperature).
+
+    `own_n` says which row of the bank is the sample itself, which does not count. Memory: block x (N + k*K).
+    """
+    k = min(k, len(bank_ND) - (own_n is not None))
+    out = soft_NK.new_zeros(len(z_nD), soft_NK.shape[1])
+    for start in range(0, len(z_nD) if k else 0, block):
+        rows = slice(start, start + block)
+        cosine = z_nD[rows] @ bank_ND.T
+        if own_n is not None:
+            cosine.scatter_(1, own_n[rows, None], -torch.inf)
+        near, place = cosine.topk(k, 1)
+        out[rows] = ((near / temperature).softmax(1)[:, :, None] * soft_NK[place]).sum(1)
+    return out
