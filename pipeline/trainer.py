@@ -230,6 +230,21 @@ class Trainer:
             value = value.double() * share
             self.sums[name] = value if kept is None else kept + value
 
+    def _sums_of_all(self) -> dict[str, Tensor]:
+        """Sums by name and rank, (R,) each: added up later in the same order, they give the same bits."""
+        if not self.sums:
+            return {}
+        rows = self.world.gather_rows(torch.stack(list(self.sums.values()))[None], [1] * self.world.size)
+        return dict(zip(self.sums, rows.unbind(1)))
+
+    def _own_sum(self, sums_R: Tensor) -> Tensor:
+        """This rank's part of saved sums; on another number of ranks the lead takes all."""
+        if len(sums_R) == self.world.size:
+            own = sums_R[self.world.rank]
+        else:
+            own = sums_R.sum() * float(self.world.leads)
+        return own.to(self.world.device)
+
     def _take_losses(self) -> None:
         """Means over the steps of the epoch and over ranks."""
         if self.sums:
@@ -273,7 +288,7 @@ class Trainer:
             "engine": self.engine.state(),
             "history": self.history,
             "found": self.found,
-            "sums": self.sums,
+            "sums": self._sums_of_all(),
             "tracking": self.tracker.state(),
             "effort": {"seconds": self.clock.seconds, "images": self.images, "train_seconds": self.train_seconds},
         }
@@ -289,7 +304,7 @@ class Trainer:
         self.engine.load(tree["engine"])
         self.at = Position(**tree["position"])
         self.history, self.found = tree["history"], tree["found"]
-        self.sums = {name: value.to(self.world.device) for name, value in tree["sums"].items()}
+        self.sums = {name: self._own_sum(value) for name, value in tree["sums"].items()}
         self.clock = Clock(tree["effort"]["seconds"])
         self.images, self.train_seconds = tree["effort"]["images"], tree["effort"]["train_seconds"]
         log.info("resuming from %s: stage %d, epoch %d, step %d", loaded.name, self.at.stage, self.at.epoch, self.at.step)

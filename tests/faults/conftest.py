@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shards.build import ensure
+from shards.config import BuildConfig
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Digits, long-tailed and mislabelled: a couple of hundred samples in several shards."""
+    place = tmp_path_factory.mktemp("shards") / "small"
+    return ensure(BuildConfig(output=str(place), largest=60, shard_samples=40))
+
+
+@pytest.fixture(scope="session")
+def count(small: str) -> int:
+    """Training samples in it."""
+    from shards.reader import open_split
+
+    return len(open_split(small))
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "run"
