@@ -119,8 +119,7 @@ class Trainer:
         while self.at.walk < len(passes):
             self._walk(passes[self.at.walk], stage, lr)
             self.at.walk, self.at.step = self.at.walk + 1, 0
-        if stage.epochs:
-            best = self._judge(lr)
+        best = self._judge(lr) if stage.epochs and stage.judged else False
         self.at = Position(self.at.stage, self.at.epoch + 1, steps=self.at.steps)
         every = self.config.checkpoint.every_epochs
         if stage.epochs and ((every and self.at.epoch % every == 0) or best):

@@ -85,7 +85,7 @@ class AUM(OneNetwork):
         epochs = self.config.train.epochs
         length = max(1, round(self.options.probe_part * epochs))
         runs = [
-            Stage(f"run {r + 1}", epochs=length, constant_lr=True, trainable=(f"runs.{r}.",))
+            Stage(f"run {r + 1}", epochs=length, constant_lr=True, trainable=(f"runs.{r}.",), judged=False)
             for r in range(RUNS)
         ]
         return [*runs, Stage("retraining", epochs=epochs, trainable=("network.",))]

@@ -28,6 +28,7 @@ class Stage:
     constant_lr: bool = False
     fresh_optimizer: bool = True
     trainable: tuple[str, ...] = ("",)  # prefixes of the parameter names that learn
+    judged: bool = True  # False: a preparation; its epochs are not evaluated, so none of them can be the best
 
 
 @dataclass

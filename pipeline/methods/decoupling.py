@@ -41,7 +41,7 @@ class CRT(OneNetwork):
                   "schedule": "restarts", "restart_epochs": epochs, "final_lr": 0.0, "warmup_epochs": 0}  # fmt: skip
         optim = self.config.optim.model_copy(update=course)
         return [
-            Stage("representation", epochs=self.config.train.epochs, trainable=("network.",)),
+            Stage("representation", epochs=self.config.train.epochs, trainable=("network.",), judged=False),
             Stage("classifier", epochs=epochs, optim=optim, trainable=("balanced.",)),
         ]
 

@@ -73,7 +73,8 @@ class HAR(OneNetwork):
 
     def stages(self) -> list[Stage]:
         epochs = self.config.train.epochs
-        probe = Stage("probe", epochs=max(1, round(self.options.probe_part * epochs)), trainable=("probe.",))
+        length = max(1, round(self.options.probe_part * epochs))
+        probe = Stage("probe", epochs=length, trainable=("probe.",), judged=False)
         return [probe, Stage("train", epochs=epochs, trainable=("network.",))]
 
     def enter(self, stage: int, epoch: int) -> None:
