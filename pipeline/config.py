@@ -47,7 +47,7 @@ class DataConfig(Settings):
 
 class ModelConfig(Settings):
     backbone: str = Field("preact_resnet18", description="preact_resnet18, or the name of a timm model such as inception_resnet_v2")
-    width: PositiveInt = Field(16, description="channels of the first stage of preact_resnet18 (64 in the paper)")
+    width: PositiveInt = Field(8, description="channels of the first stage of preact_resnet18 (64 in the paper)")
     norm: Literal["batch", "group"] = Field("batch", description="normalisation of preact_resnet18; group needs no batch statistics")
     embedding: PositiveInt = Field(50, description="width of the embedding on the unit sphere")
     pretrained: str = Field("", description="local .safetensors file with backbone weights")
@@ -73,7 +73,7 @@ class OptimConfig(Settings):
 
 
 class TrainConfig(Settings):
-    epochs: PositiveInt = Field(30, description="epochs of the main stage")
+    epochs: PositiveInt = Field(60, description="epochs of the main stage")
     precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="fp32, bf16 autocast, or fp16 with a loss scaler")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes CUDA where there is one")
     log_every: PositiveInt = Field(20, description="steps between log lines")
