@@ -89,7 +89,7 @@ def _any_picture(data: bytes, rules: Rules) -> tuple[bytes, str]:
         raise Rejected("too many pixels") from None
     except (
         Exception
-    ) as error:  # decoders raise OSError, ValueError, SyntaxError, struct.error, ... on broken bytes
+    ) as error:  # decoders raise OSError, ValueError, SyntaxError, struct.error ... on bad bytes
         text = str(error).lower()
         cut = any(
             word in text for word in ("truncated", "not enough data", "unexpected end", "broken data stream")
@@ -101,8 +101,9 @@ def _careful(image: Image.Image, data: bytes, rules: Rules) -> tuple[bytes, str]
     width, height = image.size
     if width * height > rules.max_pixels:
         raise Rejected(f"too many pixels ({width} x {height})")
-    extension = FORMATS[str(image.format)]
-    animated = getattr(image, "n_frames", 1) > 1
+    # Many cameras put a second view behind the first (MPO); every JPEG reader takes the first.
+    extension = "jpg" if image.format == "MPO" else FORMATS[str(image.format)]
+    animated = extension != "jpg" and getattr(image, "n_frames", 1) > 1
     turned = image.getexif().get(_ORIENTATION, 1) not in (0, 1)
     deep = extension == "png" and data[24:25] == b"\x10"
     image.load()

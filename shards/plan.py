@@ -62,6 +62,12 @@ def _choose(name: str, rows: Rows, found: Collection, config: BuildConfig, bad: 
         return Plan(
             chosen, rows.given[chosen], rows.true[chosen], nothing, bias.counts_of(before[chosen], classes)
         )
+    empty = np.flatnonzero(bias.counts_of(rows.given[chosen], classes) == 0)
+    if len(empty):
+        raise UserError(
+            f"Class '{found.classes[empty[0]]}' has no usable training picture left. Repair its pictures, "
+            "or take the class out."
+        )
     if config.rho > 1:
         shuffled = bias.generator(config.bias_seed, "tail").permutation(len(rows))
         chosen = bias.keep_rows(rows.given, chosen, _targets(rows.given[chosen], found, config), shuffled)

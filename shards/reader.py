@@ -1,8 +1,8 @@
 """Reading finished shards: labels as arrays, pictures at random by byte offset through memory maps.
 
 What is checked: at opening, the manifest, the sha256 of the table, and the size of every shard. The sha256 of
-shards at opening too if a split has at most 1 GiB, else of each shard when it is first touched. Copies of
-remote shards are checked when they arrive and, by another process, when first touched.
+shards at opening too if a split has at most 1 GiB; of larger ones in the background, each shard from its first
+use on, and the next read after a bad one fails. Copies of remote shards are checked before their first use.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import queue
 import threading
 from collections.abc import Iterable
 from functools import cached_property
@@ -65,13 +66,16 @@ class Split:
         self._maps: dict[int, mmap.mmap] = {}
         self._lock = threading.Lock()
         self._process = os.getpid()
+        self._unchecked: queue.SimpleQueue[tuple[str, FileInfo]] | None = None
+        self._trouble: UserError | None = None
+        self._eager = sum(shard.bytes for shard in self.info.shards) <= EAGER_BYTES
         self._check_sizes()
         columns = self._load_table()
         self.given: NDArray[np.int32] = columns["given"]
         self.true: NDArray[np.int32] = columns["true"]
         self._shard, self._offset, self._size = columns["shard"], columns["offset"], columns["size"]
         self._check_table()
-        if verify and self.store.root and sum(shard.bytes for shard in self.info.shards) <= EAGER_BYTES:
+        if verify and self.store.root and self._eager:
             for number in range(len(self.info.shards)):
                 self._map(number)
 
@@ -87,6 +91,8 @@ class Split:
         """The encoded picture of a sample."""
         if os.getpid() != self._process:
             self._after_fork()
+        if self._trouble is not None:
+            raise self._trouble
         shard = int(self._shard[index])
         view = self._maps.get(shard) or self._map(shard)
         offset = int(self._offset[index])
@@ -200,15 +206,30 @@ class Split:
                 )
             shard = self.info.shards[number]
             path = self._cache.local(shard)
-            self._check_digest(
-                str(path), shard
-            )  # through the file, not the map: what is hashed need not stay
+            if self._eager:  # through the file, not the map: what is hashed need not stay in memory
+                self._check_digest(str(path), shard)
+            elif self.verify and self.store.root:
+                self._check_later(str(path), shard)
             with open(path, "rb") as file:
                 view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self._maps[number] = view
             if self.store.root is None:
                 self._forget_maps()
             return view
+
+    def _check_later(self, path: str, shard: FileInfo) -> None:
+        """Hash in the background: hundreds of GB must not hold up the first batch."""
+        if self._unchecked is None:
+            self._unchecked = queue.SimpleQueue()
+            threading.Thread(target=self._check_all, args=(self._unchecked,), daemon=True).start()
+        self._unchecked.put((path, shard))
+
+    def _check_all(self, waiting: queue.SimpleQueue[tuple[str, FileInfo]]) -> None:
+        while self._trouble is None:
+            try:
+                self._check_digest(*waiting.get())
+            except UserError as error:
+                self._trouble = error
 
     def _forget_maps(self) -> None:
         """A mapped copy keeps its disk space even if the cache drops it: hold no more than the cache may."""
@@ -221,5 +242,6 @@ class Split:
     def _after_fork(self) -> None:
         # Maps survive a fork, a lock held by another thread at that moment does not.
         self._lock = threading.Lock()
+        self._unchecked = None
         self._cache = Cache(self.store, self._cache.config, self.verify)
         self._process = os.getpid()

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 from PIL import Image
 
 from shards import build as building
+from shards import reader
 from shards.build import ensure
 from shards.config import BuildConfig
 from shards.reader import open_split
@@ -239,6 +241,23 @@ class TestDamage:
         (copy / name).write_bytes(data)
         with pytest.raises(UserError, match=f"{name} was altered.*sha256"):
             open_split(str(copy))
+
+    def test_a_flipped_byte_in_a_large_set_is_found_in_the_background(
+        self, copy: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(reader, "EAGER_BYTES", 0)
+        data = bytearray((copy / "train-000001.tar").read_bytes())
+        data[-2000] ^= 1
+        (copy / "train-000001.tar").write_bytes(data)
+        split = open_split(str(copy))
+        split.read(0)
+        split.read(300)  # training goes on while the hash is taken
+        end = time.monotonic() + 20
+        while split._trouble is None and time.monotonic() < end:
+            time.sleep(0.01)
+        with pytest.raises(UserError, match=r"train-000001\.tar was altered"):
+            split.read(0)
+        assert len(open_split(str(copy), verify=False).read(300)) > 0
 
     @pytest.mark.parametrize(
         ("change", "sentence"),

@@ -51,8 +51,9 @@ def bomb(width: int, height: int) -> bytes:
         picture(1, kind="png", mode="L"),
         picture(1, kind="webp"),
         picture(1) + b"trailing",
+        picture(1, kind="mpo", save_all=True, append_images=[Image.new("RGB", (24, 16))]),
     ],
-    ids=["jpeg", "progressive", "grey jpeg", "png", "grey png", "webp", "bytes after the end"],
+    ids=["jpeg", "progressive", "grey jpeg", "png", "grey png", "webp", "bytes after the end", "two views"],
 )
 def test_ordinary_pictures_keep_their_bytes(data: bytes) -> None:
     assert admit(data, UNTOUCHED)[0] == data
@@ -293,6 +294,13 @@ class TestBuildWithBadPictures:
         with pytest.raises(UserError, match=sentence):
             build(source="folder", path=str(root), **options)
         assert not list((tmp_path / "out").glob("*.tar"))
+
+    def test_a_class_of_which_nothing_is_usable(self, tmp_path: Path, build: Build) -> None:
+        root = fill(tmp_path / "few", {"ant": 9, "bee": 2})
+        for file in (root / "bee").iterdir():
+            file.write_bytes(b"no picture")
+        with pytest.raises(UserError, match="Class 'bee' has no usable training picture left"):
+            build(source="folder", path=str(root), max_rejected=0.5)
 
     def test_a_folder_that_is_not_there(self, tmp_path: Path, build: Build) -> None:
         with pytest.raises(UserError, match=r"There is no folder .*nowhere"):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from shards_help import Build, fill
 
-from shards import build as building
+from shards import builder
 from shards import write as writing
 from shards.reader import open_split
 from shards.settings import UserError
@@ -127,7 +127,7 @@ def test_a_changed_input_is_not_mixed_with_the_old(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(building.Build, "_finish", stop)
+        patch.setattr(builder.Build, "_finish", stop)
         with pytest.raises(Killed):
             build("out", **options)
     fill(Path(str(options["path"])), {"cow": 20})
@@ -147,7 +147,7 @@ def test_ranks_write_their_share_and_one_manifest(options, tmp_path: Path, build
 def test_a_rank_that_waits_in_vain_says_so(
     options, build: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(building, "PATIENCE", 0.3)
+    monkeypatch.setattr(builder, "PATIENCE", 0.3)
     from shards.build import ensure
     from shards.config import BuildConfig
 

@@ -1,0 +1,318 @@
+"""The steps of a build: plan, write, plan again without what proved unusable, tables, manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+
+from shards import bias, manifest
+from shards.config import BuildConfig
+from shards.manifest import FileInfo, Manifest, RejectedInfo, ShardInfo, SplitInfo
+from shards.picture import Rules, admit
+from shards.plan import Plan, describe, make_plan
+from shards.progress import Progress
+from shards.settings import UserError
+from shards.sources import Collection, Log, Rejected
+from shards.storage import Store
+from shards.write import Job, Part, Task, load_part, shard_name, write_all
+
+RECORD = "build.json"
+MADE_BY = "evenhand 0.1.0"
+SMALL = 5000  # fewer samples are written sooner by one process than others are started
+MOST_SAMPLES = 10_000  # in one shard: enough shards for many writers and a fine shuffling of the order
+PATIENCE = 1800.0  # seconds a rank waits for the others without any news
+# One machine's paths, nobody else's business: not in the manifest.
+LOCAL = ("path", "root", "labels", "imagenet", "validation_path")
+
+
+class Build:
+    """One build of one collection, as seen from one rank."""
+
+    def __init__(
+        self,
+        store: Store,
+        config: BuildConfig,
+        found: Collection,
+        log: Log = print,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        self.store, self.config, self.found, self.log = store, config, found, log
+        self.rank, self.world = rank, world
+        self.rules = Rules.of(config)
+        self.job = Job(store.url, found.classes, found.reader, self.rules)
+        self.bad: dict[str, set[int]] = {}
+        self.reasons = list(found.rejected)
+        self.sizes: dict[str, int] = {}
+
+    def run(self) -> Manifest:
+        self._check_rejected()
+        plans = make_plan(self.found, self.config, {})
+        self._begin(plans)
+        for number in range(1 + sum(len(plan) for plan in plans.values())):
+            earlier = self._round(number)
+            if earlier is None:
+                self._write(plans)
+                earlier = self._close_round(number, plans)
+            new = {split: set(rows) - self.bad.get(split, set()) for split, rows in earlier["rows"].items()}
+            self.reasons = [*self.found.rejected, *(tuple(item) for item in earlier["reasons"])]
+            self._check_rejected()
+            if not any(new.values()):
+                break
+            self.bad = {split: set(rows) for split, rows in earlier["rows"].items()}
+            plans = make_plan(self.found, self.config, self.bad)
+        return self._finish(plans) if self.rank == 0 else self._wait_for_manifest()
+
+    # ---------------------------------------------------------------------------------- beginning
+
+    def _begin(self, plans: dict[str, Plan]) -> None:
+        """Decide the size of shards and drop what an abandoned build with other options left."""
+        for split, plan in plans.items():
+            self.sizes[split] = self.config.shard_samples or self._shard_samples(split, plan)
+        listed = hashlib.sha256(json.dumps(self.found.classes).encode())
+        for rows in self.found.splits.values():
+            for part in (rows.given, rows.true):
+                listed.update(part.data)
+            for buffer in rows.keys.buffers():
+                listed.update(buffer or b"")
+        record = {"options": self.config.content(), "input": listed.hexdigest()}
+        data = (json.dumps(record, indent=1) + "\n").encode()
+        if self.rank == 0 and self.store.read(RECORD, 1 << 20) != data:
+            for name in self.store.sizes():
+                if name.endswith(".tar") or name.endswith(".parquet") or name.endswith(".beton"):
+                    self.store.remove(name)
+            self.store.remove_folder(".build")
+            try:
+                self.store.write(RECORD, data)
+            except OSError as error:
+                raise UserError(f"Cannot write to {self.store} ({error}). Choose another output.") from None
+        elif self.rank:
+            self._wait(lambda: self.store.read(RECORD, 1 << 20) == data, "rank 0 to begin")
+
+    def _shard_samples(self, split: str, plan: Plan) -> int:
+        """As many samples as make up shard_mb, judged by some of the very pictures; small ones: 10 000."""
+        keys = self.found.splits[split].keys
+        total, seen = 0, 0
+        for row in plan.rows[:: max(1, len(plan) // 64)][:64].tolist():
+            try:
+                data, _ = admit(self.found.reader.read(split, row, keys[row].as_py()), self.rules)
+            except (Rejected, OSError):
+                continue
+            total, seen = total + len(data) + 2048, seen + 1
+        fitting = int(self.config.shard_mb * 1e6 * seen / total) if seen else MOST_SAMPLES
+        return min(max(1, fitting), MOST_SAMPLES)
+
+    # ------------------------------------------------------------------------------------ writing
+
+    def _tasks(self, plans: dict[str, Plan]) -> Iterator[tuple[str, int, int, int, str]]:
+        """(split, number, first index, end, digest) of every shard."""
+        salt = json.dumps(self.config.content(), sort_keys=True)
+        for split, plan in plans.items():
+            size = self.sizes[split]
+            for number, start in enumerate(range(0, len(plan), size)):
+                stop = min(start + size, len(plan))
+                digest = hashlib.sha256(f"{salt}{plan.digest(start, stop)}".encode()).hexdigest()
+                yield split, number, start, stop, digest
+
+    def _parts(self, plans: dict[str, Plan]) -> Iterator[tuple[str, int, int, int, Part | None]]:
+        for split, number, start, stop, digest in self._tasks(plans):
+            part = load_part(self.store, shard_name(split, number))
+            yield split, number, start, stop, part if part and part.digest == digest else None
+
+    def _write(self, plans: dict[str, Plan]) -> None:
+        """Write this rank's share of the shards that are missing."""
+        mine = [
+            task
+            for turn, (task, (*_, part)) in enumerate(zip(self._tasks(plans), self._parts(plans)))
+            if turn % self.world == self.rank and part is None
+        ]
+        total = sum(stop - start for _, _, start, stop, _ in mine)
+        if not mine:
+            return
+        # Under a launcher of many ranks the ranks are the processes.
+        writers = self.config.writers or (
+            1 if total < SMALL or self.world > 1 else len(os.sched_getaffinity(0))
+        )
+
+        def tasks() -> Iterator[Task]:
+            for split, number, start, stop, digest in mine:
+                plan = plans[split]
+                rows = plan.rows[start:stop]
+                keys: list[Any] = self.found.splits[split].keys.take(rows).to_pylist()
+                labels = (plan.given[start:stop], plan.true[start:stop], plan.flipped[start:stop])
+                yield Task(split, number, start, digest, rows, keys, *labels)
+
+        try:
+            with Progress(total, "pictures", self.log) as progress:
+                write_all(tasks(), self.job, min(writers, len(mine)), progress.step)
+        except OSError as error:
+            raise UserError(
+                f"Writing to {self.store} failed: {error}. Make room or check the rights, then run the same "
+                "command again: finished shards are kept."
+            ) from None
+
+    def _round(self, number: int) -> dict[str, Any] | None:
+        data = self.store.read(f".build/round-{number}.json", 1 << 30)
+        return json.loads(data) if data else None
+
+    def _close_round(self, number: int, plans: dict[str, Plan]) -> dict[str, Any]:
+        """When all shards are there: which rows proved unusable so far. Rank 0 tells the others."""
+        if self.rank:
+            self._wait(
+                lambda: self._round(number) is not None or self.store.size(manifest.FILE) is not None,
+                "rank 0",
+            )
+            return self._round(number) or {"rows": {k: list(v) for k, v in self.bad.items()}, "reasons": []}
+        if self.world > 1:
+            self._wait(
+                lambda: all(part for *_, part in self._parts(plans)), "the other ranks to write their shards"
+            )
+        rows = {split: sorted(bad) for split, bad in self.bad.items()}
+        reasons = self.reasons[len(self.found.rejected) :]
+        for split, _, _, _, part in self._parts(plans):
+            for row, reason in part.rejected() if part else []:
+                rows.setdefault(split, []).append(row)
+                reasons.append((split, self.found.splits[split].keys[row].as_py(), reason))
+        closed = {"rows": rows, "reasons": reasons}
+        self.store.write(f".build/round-{number}.json", json.dumps(closed).encode())
+        return closed
+
+    def _check_rejected(self) -> None:
+        """Stop when too much of the input is unusable."""
+        total = sum(len(rows) for rows in self.found.splits.values()) + len(self.found.rejected)
+        if len(self.reasons) <= self.config.max_rejected * total:
+            return
+        examples = "".join(f"\n  {split}: {key}: {reason}" for split, key, reason in self.reasons[:5])
+        raise UserError(
+            f"{len(self.reasons)} of {total} pictures cannot be used, more than max_rejected="
+            f"{self.config.max_rejected:g} allows. The first:{examples}\nRepair the input, or raise "
+            "max_rejected and run the same command again."
+        )
+
+    # ------------------------------------------------------------------------------------- ending
+
+    def _finish(self, plans: dict[str, Plan]) -> Manifest:
+        splits = {split: self._table(split, plans) for split in plans}
+        for split, info in splits.items():
+            expected = {shard.name for shard in info.shards}
+            for name in self.store.sizes():
+                if name.startswith(f"{split}-") and name.endswith(".tar") and name not in expected:
+                    self.store.remove(name)
+        reasons = sorted(self.reasons)
+        table = None
+        if reasons:
+            columns = dict(zip(manifest.REJECTED.names, zip(*reasons)))
+            table = self._publish_table("rejected.parquet", [pa.table(columns, schema=manifest.REJECTED)])
+        kinds = [reason.split(" (")[0] for _, _, reason in reasons]
+        train = plans["train"]
+        whole = Manifest(
+            made_by=MADE_BY,
+            source=self.found.name,
+            classes=self.found.classes,
+            splits=splits,
+            bias=describe(self.found, train, self.config),
+            groups=bias.groups(train.clean_counts),
+            rejected=RejectedInfo(
+                count=len(reasons),
+                reasons={kind: kinds.count(kind) for kind in sorted(set(kinds))},
+                table=table,
+            ),
+            options={key: value for key, value in self.config.content().items() if key not in LOCAL},
+        )
+        if self.config.format != "tar":
+            from shards.beton import add_betons
+
+            whole = add_betons(self.store, whole, self.config.format == "beton", self.log)
+        self.store.write(manifest.FILE, whole.to_bytes())
+        for split in splits if self.config.format == "beton" else ():
+            for shard in splits[split].shards:
+                self.store.remove(shard.name)
+        self.store.remove_folder(".build")
+        rejected = f", {len(reasons)} rejected" if reasons else ""
+        samples = ", ".join(f"{info.samples} {split}" for split, info in splits.items())
+        self.log(f"{self.store}: {samples} samples, {len(self.found.classes)} classes{rejected}.")
+        return whole
+
+    def _table(self, split: str, plans: dict[str, Plan]) -> SplitInfo:
+        """The sample table of a split, one shard at a time."""
+        plan = plans[split]
+        keys = self.found.splits[split].keys
+        shards: list[ShardInfo] = []
+
+        def tables() -> Iterator[pa.Table]:
+            for _, number, start, stop, part in self._parts({split: plan}):
+                if part is None:
+                    raise UserError(
+                        f"{shard_name(split, number)} went missing during the build. Run the command again."
+                    )
+                written = part.table
+                shards.append(
+                    ShardInfo(
+                        name=shard_name(split, number),
+                        bytes=part.bytes,
+                        sha256=part.sha256,
+                        samples=stop - start,
+                    )
+                )
+                columns: dict[str, Any] = {
+                    "index": pa.array(range(start, stop), pa.int32()),
+                    "shard": pa.array([number] * (stop - start), pa.int32()),
+                    "offset": written["offset"],
+                    "size": written["size"],
+                    "format": written["format"],
+                    "given": plan.given[start:stop],
+                    "true": plan.true[start:stop],
+                    "flipped": plan.flipped[start:stop],
+                    "key": keys.take(plan.rows[start:stop]),
+                }
+                yield pa.table(columns, schema=manifest.TABLE)
+
+        info = self._publish_table(f"{split}.parquet", tables())
+        return SplitInfo(
+            samples=len(plan),
+            given_counts=bias.counts_of(plan.given, len(self.found.classes)).tolist(),
+            clean_counts=plan.clean_counts.tolist(),
+            table=info,
+            shards=shards,
+        )
+
+    def _publish_table(self, name: str, tables: Iterable[pa.Table]) -> FileInfo:
+        temporary = self.store.temporary()
+        writer = None
+        for table in tables:
+            writer = writer or pa.parquet.ParquetWriter(temporary, table.schema, compression="zstd")
+            writer.write_table(table)
+        if writer is None:
+            raise UserError(
+                "A split without a single picture cannot be stored. Check the validation settings."
+            )
+        writer.close()
+        with open(temporary, "rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        info = FileInfo(name=name, bytes=temporary.stat().st_size, sha256=sha256)
+        self.store.publish(temporary, name)
+        return info
+
+    def _wait_for_manifest(self) -> Manifest:
+        self._wait(lambda: self.store.size(manifest.FILE) is not None, "rank 0 to finish")
+        return manifest.parse(self.store.read(manifest.FILE, manifest.MAX_BYTES) or b"", repr(self.store))
+
+    def _wait(self, ready: Callable[[], bool], what: str) -> None:
+        """Look until it is so; give up when the build has made no step for long."""
+        news, last = time.monotonic(), -1
+        while not ready():
+            count = len(self.store.sizes(".build"))
+            if count != last:
+                news, last = time.monotonic(), count
+            if time.monotonic() - news > PATIENCE:
+                raise UserError(
+                    f"Waited {PATIENCE:.0f} s in vain for {what}. Look at the logs of the other ranks."
+                )
+            time.sleep(0.2)
