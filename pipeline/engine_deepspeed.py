@@ -48,7 +48,14 @@ class DeepSpeedEngine:
         self.deepspeed = _import(world)
         self.optim = config.optim
         self.own = _own_settings(config.deepspeed.config)
-        self.stage: int = self._settings(1)["zero_optimization"]["stage"]
+        try:
+            settings = self.deepspeed.DeepSpeedConfig(self._settings(1))
+        except Exception as error:  # of many kinds; ours are right, so it is about the user's
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"deepspeed.config: DeepSpeed refuses {config.deepspeed.config}: {reason}"
+            ) from None
+        self.stage = int(settings.zero_optimization_stage)
         self.statistics = Statistics(method, world)
         self.inner: Any = None  # the open DeepSpeed engine
         self.untouched: list[
@@ -153,7 +160,8 @@ class DeepSpeedEngine:
         else:
             # Its own scaler neither halves the scale after a skipped step nor undoes it before clipping: ours does.
             self.inner.optimizer.torch_autocast_gradscaler = None
-        self._set_momentum({name: self.momentum.pop(name) for name in learning if name in self.momentum})
+        if self.optim.momentum:
+            self._set_momentum({name: self.momentum.pop(name) for name in learning if name in self.momentum})
 
     def close(self) -> None:
         """Make the method plain torch again, on every rank, with whole weights."""
@@ -236,7 +244,7 @@ class DeepSpeedEngine:
 
     def _set_momentum(self, momentum: dict[str, Tensor]) -> None:
         """Into an engine that has not stepped yet. What is missing starts from zero, as SGD does."""
-        if not momentum or not self.optim.momentum:
+        if not momentum:
             return
         optimizer, state = self.inner.optimizer, self.inner.basic_optimizer.state
         learning = self._learning()

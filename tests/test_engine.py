@@ -21,11 +21,15 @@ def gradients(world: World, url: str) -> dict[tuple[str, int], dict[str, Tensor]
     """The gradient of a last, short global batch: 37 pictures in groups of 8 do not divide among 2 or 4 ranks."""
     found = {}
     for method, accumulate in CASES:
-        bench = Bench(world, url, small(method, data={"batch": 48}, optim={**PLAIN, "accumulate": accumulate}))
+        bench = Bench(
+            world, url, small(method, data={"batch": 48}, optim={**PLAIN, "accumulate": accumulate})
+        )
         before = bench.weights()
         bench.steps(37, lr=1.0)
         after = bench.weights()
-        found[method, accumulate] = {name: before[name] - after[name] for name in before if before[name].is_floating_point()}
+        found[method, accumulate] = {
+            name: before[name] - after[name] for name in before if before[name].is_floating_point()
+        }
     return found
 
 
@@ -50,7 +54,9 @@ def test_gradient_does_not_depend_on_the_number_of_ranks(
 def test_all_ranks_move_alike(gradients_by_ranks: Any) -> None:
     for size in (2, 4):
         for case in CASES:
-            assert all(same(of_rank[case], gradients_by_ranks[size][0][case]) for of_rank in gradients_by_ranks[size])
+            assert all(
+                same(of_rank[case], gradients_by_ranks[size][0][case]) for of_rank in gradients_by_ranks[size]
+            )
 
 
 @pytest.mark.dist
@@ -78,7 +84,9 @@ def test_clipping_bounds_the_step_and_keeps_its_direction(digits: str) -> None:
 
 def test_a_stage_brings_its_own_optimiser_and_the_next_one_the_runs_again(digits: str) -> None:
     bench = Bench(World(), digits, small())
-    bench.engine.begin_stage(bench.stage_of(optim=OptimConfig(momentum=0.5, weight_decay=0.1, clip=3)), resuming=False)
+    bench.engine.begin_stage(
+        bench.stage_of(optim=OptimConfig(momentum=0.5, weight_decay=0.1, clip=3)), resuming=False
+    )
     group = bench.engine.optimizer.param_groups[0]  # type: ignore[attr-defined]
     assert (group["momentum"], group["weight_decay"], bench.engine.clip) == (0.5, 0.1, 3)  # type: ignore[attr-defined]
     bench.engine.begin_stage(bench.stage_of(fresh_optimizer=False), resuming=False)
@@ -122,14 +130,19 @@ def bad_step(world: World, url: str, precision: str) -> dict[str, Any]:
             for batch in bench.batches(16, tick):
                 bench.engine.step(poisoned(batch) if world.rank == world.size - 1 else batch, 0.05)
             found["bad"].append((bench.engine.bad_steps(), number + 1))
-        counted = {name: value for name, value in bench.weights().items() if not name.endswith("num_batches_tracked")}
+        counted = {
+            name: value for name, value in bench.weights().items() if not name.endswith("num_batches_tracked")
+        }
         found["moved by bad"].append(
-            not same({name: start[name] for name in counted}, counted) or not same(momentum, bench.engine.state()["momentum"])
+            not same({name: start[name] for name in counted}, counted)
+            or not same(momentum, bench.engine.state()["momentum"])
         )
         for _ in range(3):  # the scaler of fp16 may still look for its scale
             bench.steps(16, tick)
         found["bad"].append((bench.engine.bad_steps(), 0))
-        found["moved by good"].append(not torch.equal(start["network.head.weight"], bench.weights()["network.head.weight"]))
+        found["moved by good"].append(
+            not torch.equal(start["network.head.weight"], bench.weights()["network.head.weight"])
+        )
     found["weights"] = bench.weights()
     return found
 
@@ -169,7 +182,9 @@ def test_state_goes_round_bit_for_bit(digits: str, precision: str) -> None:
 
 
 def with_statistics(world: World, url: str, recompute: bool) -> dict[str, Tensor]:
-    bench = Bench(world, url, small(model={"norm": "batch", "checkpoint_activations": recompute}, data={"batch": 32}))
+    bench = Bench(
+        world, url, small(model={"norm": "batch", "checkpoint_activations": recompute}, data={"batch": 32})
+    )
     bench.steps(64)
     assert set(bench.engine.state()["momentum"]) <= set(bench.weights())
     return bench.weights()
@@ -191,7 +206,8 @@ def test_running_statistics_are_those_of_all_ranks_and_recomputing_does_not_coun
 @pytest.mark.slow
 def test_compiled_and_channels_last_learn_the_same(digits: str) -> None:
     plain, changed = (
-        Bench(World(), digits, small("prototypical", model={"compile": on, "channels_last": on})) for on in (False, True)
+        Bench(World(), digits, small("prototypical", model={"compile": on, "channels_last": on}))
+        for on in (False, True)
     )
     assert changed.steps(128) == pytest.approx(plain.steps(128), rel=1e-4)
     assert apart(changed.weights(), plain.weights()) < 1e-2
