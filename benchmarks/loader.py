@@ -1,0 +1,235 @@
+"""How fast do pictures come out of the shards?
+
+Measured on 1 393 supermarket photographs (about 464 x 348 JPEG), random resized crops of 299 pixels, batches
+of 64, the same number of threads or worker processes for all:
+
+- limit: threads decode and crop chunks of pictures held in memory, and do nothing else;
+- ours: `pipeline.data.loader` from tar shards, uint8 batches ready for the device (the device's own work is
+  left out by giving the loader torch's `meta` device), with one view and with two; and whole float32 batches;
+- ours_ffcv: the same from the FFCV file (`data.loader=ffcv`);
+- ffcv: FFCV as its users write it, uint8 batches;
+- webdataset: the stock WebLoader with Pillow and torchvision, float32 batches.
+
+Arms run in turns, each once per round; ratios are taken within a round. On a quiet machine:
+
+    python benchmarks/loader.py [rounds]        # writes benchmarks/results/loader.json
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from pack import machine, photographs, spread_out, summary  # noqa: E402
+
+from pipeline.config import DataConfig  # noqa: E402
+from pipeline.data import order  # noqa: E402
+from pipeline.data.batch import Pass  # noqa: E402
+from pipeline.data.decode import DRAWS, Views, decode  # noqa: E402
+from pipeline.data.loader import open_loader  # noqa: E402
+from pipeline.data.randoms import uniform  # noqa: E402
+from pipeline.world import World  # noqa: E402
+from shards.build import ensure  # noqa: E402
+from shards.config import BuildConfig  # noqa: E402
+from shards.reader import Split, open_split  # noqa: E402
+
+RESULT = ROOT / "benchmarks" / "results" / "loader.json"
+THREADS = len(os.sched_getaffinity(0))
+BATCH, SIZE = 64, 299
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+NOWHERE = World(device=torch.device("meta"))
+Arm = Callable[[], Iterator[Any]]  # one epoch, batch by batch
+
+
+def config(loader: str = "tar") -> DataConfig:
+    return DataConfig(
+        batch=BATCH,
+        size=SIZE,
+        crop="resized",
+        area=(0.4, 1.0),
+        flip=True,
+        mean=MEAN,
+        std=STD,
+        threads=THREADS,
+        loader=loader,
+    )
+
+
+def ours(split: Split, views: tuple[str, ...], world: World, loader: str = "tar") -> Arm:
+    source = open_loader(split, config(loader), 0, world)
+    ticks = iter(range(1_000_000))
+
+    def epoch() -> Iterator[Any]:
+        tick = next(ticks)
+        return source.batches(Pass(order.shuffled(len(split), 0, tick), views), tick)
+
+    return epoch
+
+
+def limit(split: Split) -> Arm:
+    """No order, no batches ahead, no labels: bytes in memory, decoded and cropped in chunks by threads."""
+    views = Views(config())
+    encoded = [bytes(split.read(index)) for index in range(len(split))]
+    choices = views.choices(uniform((0, 0, 0), np.arange(len(encoded)), DRAWS))
+    out = np.empty((THREADS, SIZE, SIZE, 3), np.uint8)
+
+    def work(thread: int) -> None:
+        for index in range(thread, len(encoded), THREADS):
+            views.cut(decode(encoded[index], views.least)[0], choices[index], out[thread])
+
+    def epoch() -> Iterator[Any]:
+        with ThreadPoolExecutor(THREADS) as pool:
+            yield list(pool.map(work, range(THREADS)))
+
+    return epoch
+
+
+def webdataset(split: Split) -> Arm:
+    import webdataset as wds
+
+    from pipeline.models import vision_ops
+
+    vision_ops.prepare()
+    from torchvision import transforms
+
+    change = transforms.Compose(
+        [
+            transforms.RandomResizedCrop(SIZE, scale=(0.4, 1.0)),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize(MEAN, STD),
+        ]
+    )
+    tars = [str(Path(split.url) / shard.name) for shard in split.info.shards]
+    samples = (
+        wds.WebDataset(tars, shardshuffle=len(tars), empty_check=False)
+        .shuffle(1000)
+        .decode("pil")
+        .to_tuple("jpg", "json")
+        .map_tuple(change, lambda about: about["label"])
+        .batched(BATCH)
+    )
+
+    def epoch() -> Iterator[Any]:
+        return iter(wds.WebLoader(samples, batch_size=None, num_workers=THREADS))
+
+    return epoch
+
+
+def ffcv(split: Split) -> Arm:
+    from ffcv.fields.decoders import IntDecoder, RandomResizedCropRGBImageDecoder
+    from ffcv.loader import Loader, OrderOption
+    from ffcv.transforms import RandomHorizontalFlip, ToTensor
+
+    crop = RandomResizedCropRGBImageDecoder((SIZE, SIZE), scale=(0.4, 1.0))
+    loader = Loader(
+        split.beton,
+        batch_size=BATCH,
+        num_workers=THREADS,
+        order=OrderOption.RANDOM,
+        os_cache=True,
+        drop_last=False,
+        seed=0,
+        pipelines={
+            "image": [crop, RandomHorizontalFlip(), ToTensor()],
+            "label": [IntDecoder(), ToTensor()],
+            "true_label": None,
+            "index": None,
+            "flipped": None,
+            "key": None,
+        },
+    )
+    return lambda: iter(loader)
+
+
+def rate(arm: Arm, pictures: int) -> float:
+    start = time.perf_counter()
+    for _ in arm():
+        pass
+    return pictures / (time.perf_counter() - start)
+
+
+def first_batch(make: Callable[[], Arm]) -> tuple[Arm, float]:
+    """The arm, and seconds until it first gave a batch, compilation included."""
+    start = time.perf_counter()
+    arm = make()
+    batches = arm()
+    next(batches)
+    seconds = time.perf_counter() - start
+    for _ in batches:  # to the end: half-read epochs would go on working behind the next arm
+        pass
+    return arm, seconds
+
+
+def main(rounds: int) -> None:
+    about = machine()
+    with tempfile.TemporaryDirectory() as place:
+        raw = Path(place) / "raw"
+        spread_out(photographs(ROOT / "data" / "raw"), raw, 1)
+        built = BuildConfig(
+            source="folder", path=str(raw), output=f"{place}/built", format="both", shard_samples=200
+        )
+        split = open_split(ensure(built), "train")
+        torch.set_num_threads(1)
+        makers: dict[str, Callable[[], Arm]] = {
+            "limit": lambda: limit(split),
+            "ours": lambda: ours(split, ("weak",), NOWHERE),
+            "ours_two_views": lambda: ours(split, ("weak", "weak2"), NOWHERE),
+            "ours_float32": lambda: ours(split, ("weak",), World()),
+            "ours_ffcv": lambda: ours(split, ("weak",), NOWHERE, "ffcv"),
+            "ffcv": lambda: ffcv(split),
+            "webdataset": lambda: webdataset(split),
+        }
+        arms, first = {}, {}
+        for name, make in makers.items():
+            arms[name], first[name] = first_batch(make)
+            torch.set_num_threads(1)  # FFCV changes it
+        rates: dict[str, list[float]] = {name: [] for name in arms}
+        for number in range(rounds):
+            for name, arm in arms.items():
+                rates[name].append(rate(arm, len(split)))
+            print(
+                f"round {number + 1}: " + ", ".join(f"{n} {r[-1]:.0f}/s" for n, r in rates.items()),
+                flush=True,
+            )
+
+    def ratio(above: str, below: str) -> dict[str, float]:
+        return summary([a / b for a, b in zip(rates[above], rates[below])])
+
+    packages = ("torch", "torchvision", "webdataset", "ffcv", "simplejpeg", "pillow", "numpy")
+    result = {
+        "what": "pictures per second from shards, random resized crop 299; ratios within rounds",
+        "command": "python benchmarks/loader.py",
+        "machine": about | {"load_average_after": os.getloadavg()[0]},
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "pictures": len(split),
+        "threads": THREADS,
+        "pictures_per_second": {name: summary(values) for name, values in rates.items()},
+        "ours_over_limit": ratio("ours", "limit"),
+        "ours_over_ffcv": ratio("ours", "ffcv"),
+        "ours_float32_over_webdataset": ratio("ours_float32", "webdataset"),
+        "ours_ffcv_over_ffcv": ratio("ours_ffcv", "ffcv"),
+        "cost_of_two_views_over_one": ratio("ours", "ours_two_views"),
+        "seconds_to_first_batch": {name: round(value, 2) for name, value in first.items() if name != "limit"},
+    }
+    RESULT.parent.mkdir(exist_ok=True)
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 9)
