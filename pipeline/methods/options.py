@@ -32,7 +32,7 @@ class Prototypical(Settings):
     name: Literal["prototypical"] = "prototypical"
     preset: Literal["paper", "released"] = Field("released", description="which reading of the weights (paper's equations, or the authors' code); the four switches below override it")
     relabel_weight: Literal["preset", "margin", "half", "one"] = Field("preset", description="weight of a sample that is not clean: (threshold-s)/2 (paper), s/2 (released), or 1 with all others (no re-weighting)")
-    neighbour_rule: Literal["preset", "on", "off"] = Field("preset", description="halve the weight when the nearest sample has another refined label (released)")
+    neighbour_rule: bool | None = Field(None, description="halve the weight when the nearest sample has another refined label; none = as the preset says (released: yes)")
     prototype_labels: Literal["preset", "given", "refined"] = Field("preset", description="labels the prototypes are averaged by")
     weighted_ce: bool = Field(True, description="after cleaning starts, weight the cross-entropy and use refined labels")
     temperature: PositiveFloat = Field(0.3, description="of all cosine softmaxes, cleaning included")

@@ -24,14 +24,14 @@ from pipeline.world import World
 WARMUP, MAIN = 0, 1
 MIX_COEFFICIENT, MIX_PARTNER = 1, 2  # purposes of random numbers
 PRESETS = {
-    "paper": {"relabel_weight": "margin", "neighbour_rule": "off", "prototype_labels": "refined"},
-    "released": {"relabel_weight": "half", "neighbour_rule": "on", "prototype_labels": "given"},
+    "paper": {"relabel_weight": "margin", "neighbour_rule": False, "prototype_labels": "refined"},
+    "released": {"relabel_weight": "half", "neighbour_rule": True, "prototype_labels": "given"},
 }
 
 
 def resolve(options: Options) -> Options:
-    """The switches with 'preset' replaced by what the preset says."""
-    chosen = {key: value for key, value in PRESETS[options.preset].items() if getattr(options, key) == "preset"}
+    """The switches that were left open, as the preset says."""
+    chosen = {key: value for key, value in PRESETS[options.preset].items() if getattr(options, key) in ("preset", None)}
     return options.model_copy(update=chosen)
 
 
@@ -120,7 +120,7 @@ class Prototypical(OneNetwork):
         part = cleaning.refine(logits, given, self.threshold, self.options.relabel_weight, self.options.min_score)
         self.refined.copy_(survey.everywhere(part.label.int()))  # gloo cannot send int16
         self.clean.copy_(survey.everywhere(part.clean.to(torch.uint8)).bool())
-        if self.options.neighbour_rule == "on" and self.options.relabel_weight != "one":
+        if self.options.neighbour_rule and self.options.relabel_weight != "one":
             everybody = survey.everywhere(survey["z"])
             nearest = cleaning.nearest_other(survey["z"], survey.index, everybody, self.options.neighbour_block)
             differs = self.refined[nearest] != self.refined[survey.index]
