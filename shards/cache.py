@@ -114,7 +114,6 @@ class Cache:
             return hashlib.file_digest(handle, "sha256").hexdigest() == file.sha256
 
     def _download(self, path: Path, file: FileInfo) -> None:
-        self._make_room(file)
         temporary = path.with_suffix(f".{uuid.uuid4().hex}.tmp")
         name = redact(self.store.at(file.name))
 
@@ -126,35 +125,54 @@ class Cache:
             if not self._right(temporary, file):
                 raise OSError("its sha256 is not that of the manifest")
 
+        reserved = self._reserve(path, file)
         try:
             patiently(attempt, f"Shard {name}", self.config.deadline)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
+            reserved.unlink(missing_ok=True)
 
-    def _make_room(self, file: FileInfo) -> None:
-        """Drop the copies used longest ago. A copy that some process has mapped stays readable there."""
+    def _reserve(self, path: Path, file: FileInfo) -> Path:
+        """Make room for a file about to come, and keep it: others may be fetching at the same time."""
         budget = int(self.config.max_gb * 1e9)
         if file.bytes > budget:
             raise UserError(
                 f"A shard of {file.bytes / 1e9:.2f} GB does not fit a cache of {self.config.max_gb:g} GB. "
                 "Raise max_gb."
             )
-        for leftover in self.folder.glob("*.tmp"):  # of processes that were killed
-            with contextlib.suppress(OSError):
-                if time.time() - leftover.stat().st_mtime > 2 * self.config.deadline:
-                    leftover.unlink()
-        copies = []
+        end = time.monotonic() + self.config.deadline
+        while True:
+            with self._alone(self.folder / "room"):
+                # When all that is left is on its way to others, better wait than go beyond the budget.
+                if self._make_room(file.bytes, budget) or time.monotonic() > end:
+                    reserved = path.with_suffix(f".{uuid.uuid4().hex}.reserved")
+                    with open(reserved, "wb") as handle:
+                        handle.truncate(file.bytes)  # takes no space on the disk
+                    return reserved
+            time.sleep(0.05)
+
+    def _make_room(self, size: int, budget: int) -> bool:
+        """Drop the copies used longest ago. A copy that some process has mapped stays readable there."""
+        copies: list[tuple[float, int, Path]] = []
+        coming = 0
         for path in self.folder.iterdir():
             with contextlib.suppress(FileNotFoundError):
-                if path.suffix not in (".lock", ".tmp"):
-                    copies.append((path.stat().st_mtime, path.stat().st_size, path))
-        copies.sort()
-        used = sum(size for _, size, _ in copies)
-        free = shutil.disk_usage(self.folder).free - int(self.config.reserve_gb * 1e9)
-        for _, size, path in copies:
-            if used + file.bytes <= budget and free >= file.bytes:
+                about = path.stat()
+                if (
+                    path.suffix in (".tmp", ".reserved")
+                    and time.time() - about.st_mtime > 4 * self.config.deadline
+                ):
+                    path.unlink()  # of a process that was killed
+                elif path.suffix == ".reserved":
+                    coming += about.st_size
+                elif path.suffix not in (".tmp", ".lock"):
+                    copies.append((about.st_mtime, about.st_size, path))
+        used = coming + sum(each for _, each, _ in copies)
+        free = shutil.disk_usage(self.folder).free - int(self.config.reserve_gb * 1e9) - coming
+        for _, each, path in sorted(copies):
+            if used + size <= budget and free >= size:
                 break
             path.unlink(missing_ok=True)
-            Path(f"{path}.lock").unlink(missing_ok=True)
-            used, free = used - size, free + size
+            used, free = used - each, free + each
+        return used + size <= budget

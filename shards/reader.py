@@ -1,8 +1,8 @@
 """Reading finished shards: labels as arrays, pictures at random by byte offset through memory maps.
 
 What is checked: at opening, the manifest, the sha256 of the table, and the size of every shard. The sha256 of
-shards at opening too if a split has at most 1 GiB; of larger ones in the background, each shard from its first
-use on, and the next read after a bad one fails. Copies of remote shards are checked before their first use.
+shards at opening too if a split has at most 1 GiB; of larger ones in the background, each shard from its
+first use on, and the next read after a bad one fails. Copies of remote shards are checked before use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from shards import manifest
 from shards.cache import Cache
 from shards.config import CacheConfig
-from shards.manifest import FileInfo, Manifest
+from shards.manifest import FileInfo, Manifest, ShardInfo
 from shards.settings import UserError
 from shards.storage import store_at
 
@@ -160,9 +160,9 @@ class Split:
                 if hashlib.file_digest(handle, "sha256").hexdigest() != file.sha256:
                     raise self._altered(file.name)
 
-    @cached_property
+    @property
     def _table_path(self) -> str:
-        return str(self._cache.local(self.info.table))
+        return str(self._cache.local(self.info.table))  # asked for each time: the cache may have dropped it
 
     def _load_table(self) -> dict[str, NDArray]:
         path = self._table_path
@@ -205,17 +205,26 @@ class Split:
                     f"{self.store} holds FFCV files only; build with format=tar or format=both to read tars."
                 )
             shard = self.info.shards[number]
-            path = self._cache.local(shard)
-            if self._eager:  # through the file, not the map: what is hashed need not stay in memory
-                self._check_digest(str(path), shard)
-            elif self.verify and self.store.root:
-                self._check_later(str(path), shard)
-            with open(path, "rb") as file:
-                view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            view = self._open(shard)
             self._maps[number] = view
             if self.store.root is None:
                 self._forget_maps()
             return view
+
+    def _open(self, shard: ShardInfo) -> mmap.mmap:
+        while True:
+            path = self._cache.local(shard)
+            try:
+                if self._eager:  # through the file, not the map: what is hashed need not stay in memory
+                    self._check_digest(str(path), shard)
+                elif self.verify and self.store.root:
+                    self._check_later(str(path), shard)
+                with open(path, "rb") as file:
+                    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            except FileNotFoundError:
+                if self.store.root:
+                    self._refuse(shard, None)
+                # Else another process made room for its own copies just now: fetch it again.
 
     def _check_later(self, path: str, shard: FileInfo) -> None:
         """Hash in the background: hundreds of GB must not hold up the first batch."""
