@@ -60,6 +60,7 @@ class Checkpointer:
         self._host: dict[str, Tensor] = {}
         self._thread: Thread | None = None
         self._failure: str | None = None
+        self.newest: str | None = None  # the last one written or loaded, on the lead
         self._refused: set[str] = set()  # did not verify when loading
         if problem := world.share(_try_folder(self.store) if world.leads else None):
             raise UserError(problem)
@@ -127,6 +128,7 @@ class Checkpointer:
             ]
             name = f"step-{step:09d}" + (f".{max(taken) + 1}" if taken else "")
             snapshot.write(self.store, name, step, best, tensors, state)
+            self.newest = name
         except Exception as error:
             number = error.errno if isinstance(error, OSError) else None
             reason = os.strerror(number) if number else f"{type(error).__name__}: {error}"
@@ -191,6 +193,7 @@ class Checkpointer:
         if problem:
             raise UserError(problem)
         found = self._spread(found)
+        self.newest = found.name if found else None
         return Loaded(found.name, found.step, found.tree, found.best, [*refused.values()]) if found else None
 
     def _spread(self, found: Snapshot | None) -> Snapshot | None:

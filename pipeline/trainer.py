@@ -85,6 +85,7 @@ class Trainer:
         self.sums: dict[str, Tensor] = {}  # losses of the epoch, summed on the device
         self.survey_ahead: Survey | None = None  # taken for evaluation, serves the next epoch too
         self.last_evaluation: dict[str, Evaluation] = {}
+        self.bad_pictures = 0
         self.images = 0.0  # pictures trained on, and the seconds that took
         self.train_seconds = 0.0
         self.clock = Clock()
@@ -161,7 +162,7 @@ class Trainer:
             self.train_seconds += now - began
             save = self.pulse.beat(now - began, self._save_due())
             began = time.monotonic()
-            self._look_after_step(losses, lr, title, steps)
+            self._look_after_step(batch, title, steps)
             if save and self.at.step < steps:
                 self._save()
 
@@ -180,10 +181,19 @@ class Trainer:
         self.history.append(dict(self.found))
         self.tracker.log(self.epochs_done, self.found)
         log.info("epoch %d  %s", self.epochs_done, _line(self.found))
+        self._tell_bad_pictures()
         slow = self.pulse.straggler()
         if slow and self.world.leads:
             log.warning("rank %d is slow: %.1f times the work of the others in this epoch.", *slow)
         return best
+
+    def _tell_bad_pictures(self) -> None:
+        """A warning when more pictures than before turned out not to decode, on any rank."""
+        bad = {index: why for part in self.world.gather_objects(self.loader.bad) for index, why in part.items()}
+        if len(bad) > self.bad_pictures and self.world.leads:
+            some = "; ".join(f"sample {index}: {why}" for index, why in sorted(bad.items())[:3])
+            log.warning("%d pictures do not decode and count with weight zero (%s).", len(bad), some)
+        self.bad_pictures = len(bad)
 
     @property
     def epochs_done(self) -> int:
@@ -251,15 +261,18 @@ class Trainer:
             means = dict(zip(self.sums, (total / total[list(self.sums).index(STEPS)]).tolist()))
             self.found |= {f"loss/{'total' if name == 'loss' else name}": v for name, v in means.items() if name != STEPS}
 
-    def _look_after_step(self, losses: dict[str, Tensor], lr: float, title: str, steps: int) -> None:
-        """Every few steps: a line for the log, and a look at whether the training is still sane."""
+    def _look_after_step(self, batch: Batch, title: str, steps: int) -> None:
+        """Every few steps, and on all ranks alike: is the training still sane?"""
         if self.at.steps % self.config.train.log_every and self.at.step < steps:
             return
         bad = self.engine.bad_steps()
         if bad > self.config.train.max_bad_steps:
+            parts = self.world.gather_objects(batch.index[batch.valid > 0].tolist())
+            samples = [index for part in parts for index in part]
             raise UserError(
-                f"The gradient was not finite for {bad} steps in a row, up to step {self.at.steps} ({title}). "
-                "Lower optim.lr, set optim.clip, or use train.precision=fp32; the last checkpoint is unharmed."
+                f"The gradient was not finite for {bad} steps in a row, up to step {self.at.steps} ({title}). Its samples: "
+                f"{', '.join(map(str, samples[:16]))}{', ...' if len(samples) > 16 else ''}. Lower optim.lr, set optim.clip, or "
+                f"use train.precision=fp32. The last good checkpoint is {self.checkpoints.newest or 'none yet'}."
             )
         if bad and self.world.leads:
             log.warning("step %d: %d steps with a gradient that is not finite were skipped.", self.at.steps, bad)

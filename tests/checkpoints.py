@@ -70,6 +70,20 @@ class SmallDisk:
         return "No space left on device" if self.mounted else "File too large"
 
     @contextlib.contextmanager
+    def full(self, folder: str) -> Iterator[None]:
+        """No byte fits meanwhile, or else the folder is in the way of itself."""
+        if not self.mounted:
+            with self.unwritable(folder):
+                yield
+            return
+        filler = self.path / "filler"
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(b"\0" * 4096):
+                pass
+        yield
+        filler.unlink()
+
+    @contextlib.contextmanager
     def unwritable(self, folder: str) -> Iterator[str]:
         """Nothing can be written meanwhile; the reason the system gives."""
         if self.mounted:

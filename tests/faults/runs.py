@@ -6,6 +6,7 @@ under the real entry and torchrun, to be killed from outside.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -157,6 +158,9 @@ def lost_or_repeated(output: Path, n: int) -> list[str]:
 # -- real commands ---------------------------------------------------------------------------------
 
 
+JOBS: list[Job] = []  # whatever a test forgets is ended with it
+
+
 @dataclass
 class Job:
     """`python -m launch.entry` (or another module) in a process of its own."""
@@ -174,14 +178,22 @@ class Job:
             env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
         self.said = ""
+        JOBS.append(self)
 
-    def wait(self, timeout: float = 120) -> int:
+    def kill(self) -> None:
+        """With everything it started."""
+        for pid in [self.process.pid, *descendants(self.process.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if self.process.returncode is None:
+            self.said += self.process.communicate()[1]
+
+    def wait(self, timeout: float = 300) -> int:
         """The exit code; what it said is in `said`."""
         try:
             self.said += self.process.communicate(timeout=timeout)[1]
         except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.said += self.process.communicate()[1]
+            self.kill()
             raise AssertionError(f"still running after {timeout} s:\n{self.said[-3000:]}") from None
         return self.process.returncode
 
@@ -198,7 +210,7 @@ class Job:
         return next(pid for pid in descendants(self.process.pid) if "torch.distributed.run" in command(pid))
 
 
-def wait_for_step(output: Path, steps: int, timeout: float = 60, job: Job | None = None) -> None:
+def wait_for_step(output: Path, steps: int, timeout: float = 300, job: Job | None = None) -> None:
     """Until the lead has begun so many steps (counted over restarts)."""
     file = output / "samples-rank0.jsonl"
     until = time.monotonic() + timeout

@@ -30,7 +30,7 @@ from pipeline.config import Config
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 TWO = ["--nproc-per-node=2", "--monitor-interval=0.1"]
-WORDS = [*PLAIN, "train.epochs=6", "checkpoint.every_steps=2", "checkpoint.every_epochs=0"]
+WORDS = [*PLAIN, "data.size=16", "train.epochs=10", "checkpoint.every_steps=2", "checkpoint.every_epochs=0"]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_whatever_is_killed_the_run_ends_as_if_nothing_had_happened(
     assert differences(truth(calm), truth(output)) == []
     assert samples(output) == samples(calm)
     assert lost_or_repeated(output, count) == []
-    assert json.loads((output / "summary.json").read_text())["epochs"] == 6
+    assert json.loads((output / "summary.json").read_text())["epochs"] == 10
 
 
 def test_a_stop_file_a_deadline_and_signals_end_a_plain_run_with_75(small: str, output: Path) -> None:

@@ -19,14 +19,6 @@ from pipeline.trainer import Trainer
 from pipeline.world import World
 
 
-@pytest.fixture(scope="module")
-def undisturbed(small: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Warm-up, surveys, cleaning in the second epoch, evaluation: to the end in one go."""
-    output = tmp_path_factory.mktemp("undisturbed")
-    train(settings(small, output))
-    return output
-
-
 class Places:
     """Asks for a stop at the first beat at which `here` holds."""
 

@@ -1,0 +1,211 @@
+"""Training meets bad shards, pictures, numbers and company: a sentence and the right exit code."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from ranks import on_ranks
+from runs import PLAIN, TINY, differences, let_go, lost_or_repeated, make, samples, settings, train, truth
+from test_stop_anywhere import leg
+
+from pipeline import train as command
+from pipeline.trainer import Trainer
+from pipeline.trouble import explain
+from pipeline.world import World
+from shards.build import ensure
+from shards.config import BuildConfig
+from shards.settings import UserError
+
+
+def ends_with(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    code = command.main(words)
+    let_go()
+    return code, capsys.readouterr().err
+
+
+# -- shards ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("harm", ["cut", "flipped", "missing"])
+def test_damaged_shards_are_refused_by_name_before_training(
+    small: str, tmp_path: Path, harm: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shards = shutil.copytree(small, tmp_path / "shards")
+    tar = sorted(shards.glob("train-*.tar"))[1]
+    data = bytearray(tar.read_bytes())
+    data[len(data) // 2] ^= 1
+    if harm == "missing":
+        tar.unlink()
+    else:
+        tar.write_bytes(data if harm == "flipped" else data[:-512])
+    code, said = ends_with([*TINY, f"shards.url={shards}", f"output={tmp_path / 'run'}"], capsys)
+    assert code == 2
+    assert tar.name in said
+
+
+def test_shards_replaced_during_training_change_nothing_now_and_are_refused_later(
+    small: str, tmp_path: Path, undisturbed: Path
+) -> None:
+    shards = shutil.copytree(small, tmp_path / "shards")
+
+    def prepare(trainer: Trainer) -> None:
+        for tar in shards.glob("train-*.tar"):
+            (shards / "new").write_bytes(bytes(tar.stat().st_size))
+            (shards / "new").replace(tar)
+
+    train(settings(str(shards), tmp_path / "run"), prepare=prepare)
+    assert differences(truth(undisturbed), truth(tmp_path / "run")) == []
+    with pytest.raises(UserError, match="was altered"):
+        make(settings(str(shards), tmp_path / "run"))
+
+
+@pytest.mark.parametrize("url", ["pipe:touch /tmp/ran", "ftp://x/y", "s3://key:secret@bucket/x"])
+def test_addresses_that_could_run_something_or_carry_secrets_are_refused(
+    url: str, output: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, said = ends_with([*TINY, f"shards.url={url}", f"output={output}"], capsys)
+    assert code == 2
+    assert "secret" not in said
+
+
+# -- pictures --------------------------------------------------------------------------------------
+
+
+def folder_of_pictures(place: Path, classes: list[str], each: int, broken: int = 0) -> Path:
+    draw = np.random.default_rng(0)
+    for name in classes:
+        (place / name).mkdir(parents=True)
+        for i in range(each):
+            Image.fromarray(draw.integers(0, 255, (12, 12, 3), np.uint8)).save(place / name / f"{i}.png")
+    for name in classes[:broken]:
+        whole = (place / name / "0.png").read_bytes()
+        (place / name / "0.png").write_bytes(whole[:40] + bytes(60) + whole[100:])
+    return place
+
+
+def shards_of(pictures: Path, place: Path, **options: Any) -> str:
+    """Shards that take the bytes as they are, as web-scale packing does."""
+    config = {"source": "folder", "path": str(pictures), "output": str(place), "max_rejected": 1.0, **options}
+    return ensure(BuildConfig(**config))
+
+
+def spoiled(shards: str) -> tuple[int, int]:
+    """(samples, how many of them do not decode)"""
+    from pipeline.data.decode import DecodeError, decode
+    from shards.reader import open_split
+
+    split, bad = open_split(shards), 0
+    for index in range(len(split)):
+        try:
+            decode(split.read(index), 8)
+        except DecodeError:
+            bad += 1
+    return len(split), bad
+
+
+def test_a_picture_that_does_not_decode_counts_nothing_and_the_epoch_stays_exact(
+    tmp_path: Path, output: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = shards_of(folder_of_pictures(tmp_path / "in", ["a", "b", "c"], 20, broken=2), tmp_path / "shards")
+    count, bad = spoiled(url)
+    if bad == 0:
+        pytest.skip("the packing rejects them already")
+    train(settings(url, output, "data.max_bad=0.5", base=PLAIN))
+    assert f"{bad} pictures do not decode and count with weight zero" in caplog.text
+    for epoch in range(2):
+        seen = [i for (_, e, _, _), indices in samples(output).items() for i in indices if e == epoch]
+        assert len(seen) == len(set(seen)) == count - bad
+    with pytest.raises(UserError, match=r"pictures did not decode.*data\.max_bad"):
+        train(settings(url, tmp_path / "strict", "data.max_bad=0", base=PLAIN))
+
+
+@pytest.mark.dist
+def test_more_ranks_than_samples_and_batches_that_do_not_divide(tmp_path: Path) -> None:
+    url = shards_of(
+        folder_of_pictures(tmp_path / "in", ["a", "b"], 2), tmp_path / "shards", validation_fraction=0.5
+    )
+    output = tmp_path / "run"
+    output.mkdir()
+    words = ["data.batch=2", "model.norm=group"]
+    ends = on_ranks(3, leg, settings(url, output, *words, base=PLAIN), 0)
+    assert len(set(ends)) == 1  # every rank made the same number of steps
+    assert lost_or_repeated(output, spoiled(url)[0]) == []
+
+
+def test_control_characters_in_class_names_do_not_reach_the_terminal(
+    tmp_path: Path, output: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    name = "\x1b[31mred\x07"
+    url = shards_of(folder_of_pictures(tmp_path / "in", [name, "plain"], 12), tmp_path / "shards")
+    train(settings(url, output, base=PLAIN))
+    subprocess.run([sys.executable, "-m", "shards.verify", f"url={url}"], check=False)
+    said = capfd.readouterr()
+    assert "\x1b[31m" not in said.out + said.err
+    assert "\x07" not in said.out + said.err
+
+
+# -- numbers and memory ----------------------------------------------------------------------------
+
+
+def test_a_loss_that_stays_infinite_stops_the_run_with_step_samples_and_checkpoint(
+    small: str, output: Path
+) -> None:
+    words = [
+        "optim.lr=1e30",
+        "train.max_bad_steps=2",
+        "train.log_every=1",
+        "train.epochs=5",
+        "checkpoint.every_steps=1",
+    ]
+    with pytest.raises(UserError) as stopped:
+        train(settings(small, output, *words, base=PLAIN))
+    said = str(stopped.value)
+    assert "not finite for 3 steps in a row" in said
+    assert "step-0000000" in said
+    last = samples(output)[max(samples(output))]
+    assert ", ".join(map(str, last[:16])) in said
+
+
+def test_out_of_memory_names_the_settings_that_help() -> None:
+    try:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    except RuntimeError as error:
+        said = explain(error, 3, "stage 1, epoch 2, step 7 (99 in all)", 60)
+    assert "rank 3, stage 1, epoch 2, step 7" in said
+    assert "out of memory" in said
+    for setting in ("data.batch", "optim.accumulate", "model.checkpoint_activations", "train.precision"):
+        assert setting in said
+
+
+# -- company ---------------------------------------------------------------------------------------
+
+
+def test_a_second_job_on_the_same_folder_refuses(
+    small: str, output: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output.mkdir()
+    hold = (
+        "import sys, time; from pipeline.checkpoint import lock; lock(sys.argv[1]); "
+        "print(flush=True); time.sleep(99)"
+    )
+    other = subprocess.Popen([sys.executable, "-c", hold, str(output)], stdout=subprocess.PIPE)
+    assert other.stdout
+    other.stdout.readline()
+    code, said = ends_with([*TINY, f"shards.url={small}", f"output={output}"], capsys)
+    os.kill(other.pid, signal.SIGKILL)
+    other.wait()
+    assert code == 2
+    assert f"Another job (process {other.pid}" in said
+    make(settings(small, output))  # the kernel gave the folder back
+    let_go()
+    assert World().leads
