@@ -1,4 +1,4 @@
-"""One optimiser step on all ranks. The rest of the pipeline does not know who does it: DDP here, DeepSpeed next door."""
+"""One optimiser step on all ranks. The rest of the pipeline does not know who does it: DDP or DeepSpeed."""
 
 from __future__ import annotations
 
@@ -65,9 +65,11 @@ class TorchEngine:
     def _new_optimizer(self) -> torch.optim.SGD:
         optim = self.config.optim
         # Fused, because a fused step can be skipped on the device (found_inf) without asking the host.
-        parameters = [p for _, p in learnable(self.method)]
-        optimizer = torch.optim.SGD(parameters, optim.lr, optim.momentum, weight_decay=optim.weight_decay, fused=True)
-        for p in parameters:  # a first momentum of zero is what SGD starts from; parts may join in a later stage
+        learn = [p for _, p in learnable(self.method)]
+        optimizer = torch.optim.SGD(
+            learn, optim.lr, optim.momentum, weight_decay=optim.weight_decay, fused=True
+        )
+        for p in learn:  # a first momentum of zero is what SGD starts from; parts may join in a later stage
             optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
         return optimizer
 
@@ -81,7 +83,7 @@ class TorchEngine:
         self.train_only(stage.trainable)
 
     def train_only(self, prefixes: tuple[str, ...]) -> None:
-        """Let only the parameters under these prefixes learn. DDP must know: it waits for every gradient it expects."""
+        """Let only the parameters under these prefixes learn. DDP must know: it waits for every gradient."""
         if prefixes == self.prefixes:
             return
         first, self.prefixes = self.prefixes is None, prefixes
@@ -90,8 +92,8 @@ class TorchEngine:
             parameter.grad = None
         if self.world.size > 1:
             with warnings.catch_warnings():
-                # Beliefs are equal on all ranks by construction, large, and of types gloo cannot send: no sync of buffers,
-                # not even the first one that the newer name of this argument would bring.
+                # Beliefs are equal on all ranks by construction, large, and of types gloo cannot send: no
+                # sync of buffers, not even the first one that the newer name of this argument would bring.
                 warnings.simplefilter("ignore", FutureWarning)
                 self.wrapped = DistributedDataParallel(
                     self.method,
@@ -102,7 +104,7 @@ class TorchEngine:
                 )
 
     def step(self, batch: Batch, lr: float) -> dict[str, Tensor]:
-        """Forward and backward of one micro-batch; the optimiser moves after the last one of a global batch."""
+        """Forward and backward of one micro-batch; the optimiser moves after the last of a global batch."""
         self.statistics.remember()
         with self._sync(batch.last):
             with self.autocast:
@@ -122,10 +124,10 @@ class TorchEngine:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.scaler.unscale_(self.optimizer) if self.scaler.is_enabled() else None
-        gradients = [p.grad for p in self.method.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        learned = [p for p in self.method.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in learned if p.grad is not None])
         if self.clip:
-            torch.nn.utils.clip_grads_with_norm_([p for p in self.method.parameters() if p.grad is not None], self.clip, norm)
+            torch.nn.utils.clip_grads_with_norm_(learned, self.clip, norm)
         finite = torch.isfinite(norm)
         self.bad = torch.where(finite, 0.0, self.bad + 1)
         if self.scaler.is_enabled():
@@ -141,7 +143,7 @@ class TorchEngine:
     def bad_steps(self) -> int:
         return int(self.bad)
 
-    # -- state that knows neither ranks nor engines ---------------------------------------------------------------------
+    # -- state that knows neither ranks nor engines ----------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         return {"momentum": self._momentum(), "scaler": self.scaler.state_dict(), "bad": int(self.bad)}
@@ -180,7 +182,7 @@ def learnable(method: Method) -> list[tuple[str, nn.Parameter]]:
 
 
 class Statistics:
-    """Running statistics of batch normalisations: the same on all ranks after every step, and those of before after a
+    """Running statistics of batch normalisations: the same on all ranks after every step, and unchanged by a
     step that was skipped."""
 
     def __init__(self, method: Method, world: World) -> None:

@@ -1,9 +1,10 @@
 """The same step by DeepSpeed, ZeRO stage 0 to 3. The only door to the package.
 
-A DeepSpeed engine is bound to one set of learning parameters and one optimiser. It is opened at the first step that needs it
-and closed whenever something changes underneath (other trainable parts, another stage, loaded state); closed means that the
-method is plain torch again, with whole weights, and the momentum lies here by name. What a checkpoint holds is read from the
-open engine, gathered over ranks, so it knows neither ranks nor ZeRO stage.
+A DeepSpeed engine is bound to one set of learning parameters and one optimiser. It is opened at the first
+step that needs it and closed whenever something changes underneath (other trainable parts, another stage,
+loaded state); closed means that the method is plain torch again, with whole weights, and the momentum lies here
+by name. What a checkpoint holds is read from the open engine, gathered over ranks, so it knows neither ranks nor
+ZeRO stage.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class DeepSpeedEngine:
         self.scale = LossScale(enabled=config.train.precision == "fp16")
         self.bad = 0
 
-    # -- stages ---------------------------------------------------------------------------------------------------------
+    # -- stages ----------------------------------------------------------------------------------------------
 
     def begin_stage(self, stage: Stage, resuming: bool) -> None:
         self.close()
@@ -83,7 +84,7 @@ class DeepSpeedEngine:
     def _learning(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in learnable(self.method) if name.startswith(self.prefixes)}
 
-    # -- a step ---------------------------------------------------------------------------------------------------------
+    # -- a step ----------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch, lr: float) -> dict[str, Tensor]:
         if self.inner is None:
@@ -136,12 +137,12 @@ class DeepSpeedEngine:
             yield
 
     def idle_forward(self, look: Callable[[Tensor], Any]) -> None:
-        """Under ZeRO-3 a forward gathers weights from all ranks: those without pictures left look at blank ones."""
+        """Under ZeRO-3 a forward needs all ranks: one without pictures left looks at blank ones."""
         if self.stage == 3 and self.inner is not None:
             size = self.config.data.size
             look(torch.zeros(2, 3, size, size, device=self.world.device))
 
-    # -- open and close -------------------------------------------------------------------------------------------------
+    # -- open and close --------------------------------------------------------------------------------------
 
     def _open(self) -> None:
         learning = self._learning()
@@ -158,7 +159,7 @@ class DeepSpeedEngine:
         if self.stage == 0:
             self.inner.torch_autocast_z0_gradscaler = None
         else:
-            # Its own scaler neither halves the scale after a skipped step nor undoes it before clipping: ours does.
+            # Its own scaler neither halves the scale after a skipped step nor undoes it before clipping.
             self.inner.optimizer.torch_autocast_gradscaler = None
         if self.optim.momentum:
             self._set_momentum({name: self.momentum.pop(name) for name in learning if name in self.momentum})
@@ -175,7 +176,7 @@ class DeepSpeedEngine:
         self.inner = None
         names = {id(p): name for name, p in parameters(self.method)}
         for module, kept in self.untouched:
-            # Parameters are made anew: what DeepSpeed hung on them and on their modules must not meet the next engine.
+            # Parameters are made anew: what DeepSpeed hung on them must not meet the next engine.
             module._parameters = {
                 key: None
                 if p is None
@@ -204,7 +205,7 @@ class DeepSpeedEngine:
         }
         return merge(block, self.own)
 
-    # -- state that knows neither ranks nor engines ---------------------------------------------------------------------
+    # -- state that knows neither ranks nor engines ----------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Called by all ranks together."""
@@ -278,7 +279,7 @@ class DeepSpeedEngine:
 
 
 class LossScale:
-    """torch.amp.GradScaler's rule and state for an engine that decides on the host whether a step was good."""
+    """torch.amp.GradScaler's rule and state, for an engine whose host knows whether a step was good."""
 
     def __init__(self, enabled: bool) -> None:
         self.enabled, self.value, self.good = enabled, 2.0**16 if enabled else 1.0, 0
@@ -325,7 +326,7 @@ def _import(world: World) -> Any:
     warnings.filterwarnings(
         "ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning
     )  # its calls, not ours
-    # A kernel for inference that it would compile for minutes at the first start on a machine without accelerator.
+    # A kernel for inference that it would compile for minutes at the first start on a CPU machine.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not dist.is_initialized():  # a single rank: a group of its own
         backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"

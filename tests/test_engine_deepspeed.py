@@ -1,6 +1,6 @@
-"""DeepSpeed does what the plain engine does, at every ZeRO stage, and what either saves the other goes on from.
+"""DeepSpeed does what the plain engine does, at every ZeRO stage; what one saves the other goes on from.
 
-Importing and starting DeepSpeed is slow, so two ranks are started once, do everything, and the tests judge what they bring.
+Starting DeepSpeed is slow: two ranks are started once, do everything, and the tests judge the result.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ def whole_epochs(world: World, url: str, folder: Path) -> dict[str, Any]:
 
 
 def with_everything(world: World, url: str, engine: dict[str, Any]) -> dict[str, Tensor]:
-    """Accumulation, clipping, a moving average, batch statistics, parts that pause and come back with their momentum."""
-    bench = Bench(world, url, small(
-        data={"batch": 48}, optim={"clip": 0.5, "accumulate": 2}, model={"width": 4, "norm": "batch", "ema": 0.5}, **engine
-    ))  # fmt: skip
+    """Accumulation, clipping, a moving average, batch statistics, parts that pause and keep their momentum."""
+    model = {"width": 4, "norm": "batch", "ema": 0.5}
+    config = small(data={"batch": 48}, optim={"clip": 0.5, "accumulate": 2}, model=model, **engine)
+    bench = Bench(world, url, config)
     bench.steps(96)
     bench.engine.train_only(("network.head",))
     bench.steps(48, tick=1)
@@ -172,7 +172,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(few_digits: str, folder: Path) -> list[dict[str, Any]]:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
-    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  (here once, rather than in every forked rank)
+    import deepspeed.runtime.zero.muon.muon_optimizer  # here once, rather than in every forked rank
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     own = folder / "zero3.json"
@@ -254,8 +254,9 @@ def finish_wandering(world: World, url: str, folder: Path) -> dict[str, Tensor]:
 
 @pytest.mark.dist
 def test_the_command_trains_on_one_rank_without_torchrun(few_digits: str, tmp_path: Path) -> None:
-    words = [f"shards.url={few_digits}", f"output={tmp_path}", "engine=deepspeed", "deepspeed.stage=2", "method.name=cross_entropy",
-             "train.epochs=1", "data.size=8", "model.width=4", "tracking.uri=", "tracking.log_model=false"]  # fmt: skip
+    words = [f"shards.url={few_digits}", f"output={tmp_path}", "engine=deepspeed", "deepspeed.stage=2",
+             "method.name=cross_entropy", "train.epochs=1", "data.size=8", "model.width=4", "tracking.uri=",
+             "tracking.log_model=false"]  # fmt: skip
     command = [sys.executable, "-m", "pipeline.train", *words]
     ended = subprocess.run(command, env=worker_env(), capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0, ended.stderr
@@ -264,7 +265,7 @@ def test_the_command_trains_on_one_rank_without_torchrun(few_digits: str, tmp_pa
     assert "Warning" not in ended.stderr
 
 
-# -- without ranks --------------------------------------------------------------------------------------------------------
+# -- without ranks -------------------------------------------------------------------------------------------
 
 
 def test_a_missing_package_is_told_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
