@@ -166,12 +166,13 @@ def test_the_released_reading_shrinks_towards_the_mean_by_a_third_on_average():
 
 def test_every_operation_and_every_chain_length_is_drawn_equally_often():
     draws = uniform((2, 1, 1), np.arange(30_000), DRAWS)
-    chain = plan(draws, 16, "released", 1.0).chains[0]
+    todo = plan(draws, 16, "released", 1.0)
+    (chain,) = todo.chains
     touched = torch.zeros(30_000, dtype=torch.long)
     by_kind: dict[str, int] = {}
-    for stroke in chain:
-        touched[stroke.rows] += 1
-        by_kind[stroke.apply.__name__] = by_kind.get(stroke.apply.__name__, 0) + len(stroke.rows)
+    for apply, part in chain:
+        touched[todo.rows[part]] += 1
+        by_kind[apply.__name__] = by_kind.get(apply.__name__, 0) + len(todo.rows[part])
     assert np.allclose(np.bincount(touched)[1:] / 30_000, 1 / 3, atol=0.012)
     total = sum(by_kind.values())
     assert by_kind.pop("affine") / total == pytest.approx(5 / 13, abs=0.01)
@@ -197,7 +198,16 @@ def test_normalising_a_mixture_is_mixing_normalised_pictures():
 
 
 def test_a_plan_moves_to_a_device_whole():
-    todo = plan(uniform((0,), np.arange(8), DRAWS), 16, "original", 1.0).to(torch.device("meta"))
-    assert todo.coefficients.is_meta
-    assert all(s.rows.is_meta and s.parameter.is_meta for chain in todo.chains for s in chain)
+    todo = plan(uniform((0,), np.arange(8), DRAWS), 16, "original", 1.0).to(lambda t: t.to("meta"))
+    mixture, total = augmix(torch.zeros(8, 3, 16, 16, dtype=torch.uint8, device="meta"), todo)
+    assert mixture.is_meta
+    assert total.is_meta
     assert len(todo.chains) == augment.CHAINS
+
+
+def test_no_samples_make_an_empty_mixture():
+    mixture, total = augmix(
+        torch.zeros(0, 3, 16, 16, dtype=torch.uint8), plan(np.zeros((0, DRAWS)), 16, "released", 1.0)
+    )
+    assert mixture.shape == (0, 3, 16, 16)
+    assert total.shape == (0,)

@@ -10,7 +10,7 @@ Shapes: B samples, C chains, D = 3 operations at most in a chain, pictures (B, 3
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -30,7 +30,8 @@ DRAWS = (
 
 
 def _per_picture(parameter: Tensor) -> Tensor:
-    return parameter.view(-1, 1, 1, 1)
+    """(n, 1, 1, 1) of (n,), or of the first column of (n, 6)."""
+    return parameter.reshape(len(parameter), -1)[:, :1, None, None]
 
 
 def _histogram(pictures: Tensor) -> Tensor:
@@ -74,8 +75,8 @@ def equalize(pictures: Tensor, _: Tensor) -> Tensor:
 
 def posterize(pictures: Tensor, bits: Tensor) -> Tensor:
     """Keep the highest `bits` bits."""
-    mask = 256 - 2 ** (8 - bits).long()
-    return pictures & _per_picture(mask).to(torch.uint8)
+    mask = 256 - 2 ** (8 - _per_picture(bits)).long()
+    return pictures & mask.to(torch.uint8)
 
 
 def solarize(pictures: Tensor, threshold: Tensor) -> Tensor:
@@ -147,9 +148,12 @@ def sharpness(pictures: Tensor, factor: Tensor) -> Tensor:
     return _blend(plain, pictures, factor)
 
 
+Apply = Callable[[Tensor, Tensor], Tensor]
+
+
 @dataclass(frozen=True)
 class Operation:
-    apply: Callable[[Tensor, Tensor], Tensor]
+    apply: Apply
     parameter: Callable[[np.ndarray, np.ndarray, int], np.ndarray]  # (level, sign, size) -> (n,) or (n, 6)
 
 
@@ -214,27 +218,22 @@ OPERATIONS: dict[str, Operation] = {
 
 
 @dataclass
-class Stroke:
-    """One operation kind applied to some rows of the batch, in one chain, at one depth."""
-
-    apply: Callable[[Tensor, Tensor], Tensor]
-    rows: Tensor  # (n,) int64
-    parameter: Tensor  # (n,) or (n, 6) float64
-
-
-@dataclass
 class Plan:
-    """What AugMix does to a batch: output = coefficients[0] * picture + sum_c coefficients[1+c] * chain_c."""
+    """What AugMix does to a batch: output = coefficients[0] * picture + sum_c coefficients[1+c] * chain_c.
+
+    A stroke is one kind of operation on some rows of the batch. All strokes of all chains lie in two tensors,
+    so that little has to travel and the device need not be asked how long anything is.
+    """
 
     coefficients: Tensor  # (B, 1+C) float32
-    chains: list[list[Stroke]]
+    rows: Tensor  # (R,) int64
+    parameters: Tensor  # (R, 6) float64; a single parameter stands in the first column
+    chains: list[
+        list[tuple[Apply, slice]]
+    ]  # strokes, in order: what to do, and its part of rows and parameters
 
-    def to(self, device: torch.device) -> Plan:
-        def move(t: Tensor) -> Tensor:
-            return t.to(device, non_blocking=True)
-
-        chains = [[Stroke(s.apply, move(s.rows), move(s.parameter)) for s in chain] for chain in self.chains]
-        return Plan(move(self.coefficients), chains)
+    def to(self, move: Callable[[Tensor], Tensor]) -> Plan:
+        return Plan(move(self.coefficients), move(self.rows), move(self.parameters), self.chains)
 
 
 def plan(uniforms: np.ndarray, size: int, reading: str, severity: float) -> Plan:
@@ -250,36 +249,44 @@ def plan(uniforms: np.ndarray, size: int, reading: str, severity: float) -> Plan
     if reading == "released":
         share, table = share[:, -1:], table[:, -1:]
     coefficients = np.concatenate([1 - blend[:, None], blend[:, None] * share], 1)
-    chains = []
+    chains: list[list[tuple[Apply, slice]]] = []
+    rows: list[np.ndarray] = []
+    parameters: list[np.ndarray] = []
+    done = 0
     for chain in range(table.shape[1]):
         length = 1 + np.floor(table[:, chain, 0] * DEPTH)
-        strokes: list[Stroke] = []
+        strokes = []
         for depth in range(DEPTH):
             kind, level, sign = table[:, chain, 1 + 3 * depth : 4 + 3 * depth].T
             kind = np.where(depth < length, np.floor(kind * len(OPERATIONS)), -1).astype(int)
             level = 0.1 + (severity - 0.1) * level
-            strokes += _strokes(kind, level, np.where(sign > 0.5, -1.0, 1.0), size)
+            for apply, who, how in _strokes(kind, level, np.where(sign > 0.5, -1.0, 1.0), size):
+                strokes.append((apply, slice(done, done + len(who))))
+                rows.append(who)
+                parameters.append(how)
+                done += len(who)
         chains.append(strokes)
-    return Plan(torch.from_numpy(coefficients).float(), chains)
+    return Plan(
+        torch.from_numpy(coefficients).float(),
+        torch.from_numpy(np.concatenate(rows or [np.zeros(0, np.int64)])),
+        torch.from_numpy(np.concatenate(parameters or [np.zeros((0, 6))])),
+        chains,
+    )
 
 
-def _strokes(kind: np.ndarray, level: np.ndarray, sign: np.ndarray, size: int) -> list[Stroke]:
-    """Rows with the same kind of work together; the five geometric operations are one kind."""
-    work: dict[Callable[[Tensor, Tensor], Tensor], list[tuple[np.ndarray, np.ndarray]]] = {}
+def _strokes(
+    kind: np.ndarray, level: np.ndarray, sign: np.ndarray, size: int
+) -> Iterator[tuple[Apply, np.ndarray, np.ndarray]]:
+    """(what, rows, parameters (n, 6)): rows with the same work together, all geometric operations as one."""
+    work: dict[Apply, list[tuple[np.ndarray, np.ndarray]]] = {}
     for number, operation in enumerate(OPERATIONS.values()):
         rows = np.flatnonzero(kind == number)
         if len(rows):
-            work.setdefault(operation.apply, []).append(
-                (rows, operation.parameter(level[rows], sign[rows], size))
-            )
-    return [
-        Stroke(
-            apply,
-            torch.from_numpy(np.concatenate([rows for rows, _ in parts])),
-            torch.from_numpy(np.concatenate([parameter for _, parameter in parts])),
-        )
-        for apply, parts in work.items()
-    ]
+            parameter = operation.parameter(level[rows], sign[rows], size).reshape(len(rows), -1)
+            wide = np.pad(parameter, ((0, 0), (0, 6 - parameter.shape[1])))
+            work.setdefault(operation.apply, []).append((rows, wide))
+    for apply, parts in work.items():
+        yield apply, np.concatenate([rows for rows, _ in parts]), np.concatenate([wide for _, wide in parts])
 
 
 # -- on the device -------------------------------------------------------------------------------------------
@@ -287,26 +294,26 @@ def _strokes(kind: np.ndarray, level: np.ndarray, sign: np.ndarray, size: int) -
 
 def augmix(pictures: Tensor, todo: Plan) -> tuple[Tensor, Tensor]:
     """((B, 3, S, S) float32 mixture in levels of 0..255, (B,) float32 sum of its coefficients)."""
-    weights = todo.coefficients.t().reshape(-1, len(pictures), 1, 1, 1)  # (1+C, B, 1, 1, 1)
+    weights = todo.coefficients.t()[:, :, None, None, None]  # (1+C, B, 1, 1, 1)
     mixture = weights[0] * pictures
     for weight, strokes in zip(weights[1:], todo.chains):
         chain = pictures.clone()
-        for stroke in strokes:
-            chain.index_copy_(
-                0, stroke.rows, stroke.apply(chain.index_select(0, stroke.rows), stroke.parameter)
-            )
+        for apply, part in strokes:
+            rows = todo.rows[part]
+            chain.index_copy_(0, rows, apply(chain.index_select(0, rows), todo.parameters[part]))
         mixture += weight * chain
     return mixture, todo.coefficients.sum(1)
 
 
-def normalise(
-    levels: Tensor, mean: Sequence[float], std: Sequence[float], total: Tensor | None = None
-) -> Tensor:
+Three = Tensor | Sequence[float]  # one number for each channel; best a tensor that is on the device already
+
+
+def normalise(levels: Tensor, mean: Three, std: Three, total: Tensor | None = None) -> Tensor:
     """(levels / 255 - mean) / std by channel.
 
     `total`: the sum of coefficients of a mixture; the result is then the mixture of the normalised pictures.
     """
-    centre = torch.tensor(mean, device=levels.device).view(1, 3, 1, 1)
+    centre, scale = (torch.as_tensor(v, device=levels.device).view(3, 1, 1) for v in (mean, std))
     if total is not None:
         centre = centre * _per_picture(total)
-    return (levels.float() / 255 - centre) / torch.tensor(std, device=levels.device).view(1, 3, 1, 1)
+    return (levels.float() / 255 - centre) / scale

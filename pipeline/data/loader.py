@@ -69,19 +69,18 @@ def open_loader(split: Samples, config: DataConfig, seed: int, world: World, acc
     return Loader(split, config, seed, world, accumulate)
 
 
+def _constants(values: Sequence[float], world: World) -> Tensor:
+    return torch.tensor(values, device=world.device)
+
+
 class Loader:
     """Batches of one split. Its whole state is the (tick, step) the caller asks for."""
 
     def __init__(
         self, split: Samples, config: DataConfig, seed: int, world: World, accumulate: int = 1
     ) -> None:
-        self.split, self.config, self.seed, self.world, self.accumulate = (
-            split,
-            config,
-            seed,
-            world,
-            accumulate,
-        )
+        self.split, self.config, self.seed = split, config, seed
+        self.world, self.accumulate = world, accumulate
         self.views = Views(config)
         self.given = np.asarray(split.given)
         self.bad: dict[int, str] = {}  # sample -> why it did not decode
@@ -92,6 +91,9 @@ class Loader:
         keep = self.views.from_square and n * size * size * 3 <= KEEP_BYTES
         self._has = np.zeros(n, bool) if keep else None
         self._kept = np.zeros((n if keep else 0, size, size, 3), np.uint8)
+        self._mean, self._std = _constants(config.mean, world), _constants(config.std, world)
+        self._strong_mean = _constants(config.strong_mean or config.mean, world)
+        self._strong_std = _constants(config.strong_std or config.std, world)
         self._pinned = world.device.type == "cuda"
         self._free: list[tuple[Tensor, torch.cuda.Event | None]] = []  # pixel buffers to use again
 
@@ -249,9 +251,6 @@ class Loader:
     # -- on the device -------------------------------------------------------------------------------------
 
     def _batch(self, micro: Micro, part: Part, tick: int) -> Batch:
-        def move(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array).to(self.world.device)
-
         rows = part.rows
         views = {
             name: self._picture(name, part.pixels[number], part.plans.get(name))
@@ -259,28 +258,31 @@ class Loader:
         }
         self._release(part)
         return Batch(
-            index=move(rows.index),
-            label=move(self.given[rows.index].astype(np.int64)),
-            valid=move(rows.valid),
+            index=self._move(rows.index),
+            label=self._move(self.given[rows.index].astype(np.int64)),
+            valid=self._move(rows.valid),
             views=views,
             rows=rows.held,
             key=(self.seed, tick, micro.step),
-            groups=move(rows.groups),
+            groups=self._move(rows.groups),
             share=micro.share,
             last=micro.last,
         )
 
     def _picture(self, name: str, pixels: Tensor, todo: augment.Plan | None) -> Tensor:
         """(B, S, S, 3) uint8 on the host to (B, 3, S, S) float32 on the device."""
-        config, device = self.config, self.world.device
-        levels = pixels.to(device, non_blocking=True).permute(0, 3, 1, 2).contiguous()
+        levels = pixels.to(self.world.device, non_blocking=True).permute(0, 3, 1, 2).contiguous()
         if not name.startswith("strong"):
-            return augment.normalise(levels, config.mean, config.std)
-        mean, std = config.strong_mean or config.mean, config.strong_std or config.std
+            return augment.normalise(levels, self._mean, self._std)
         if todo is None:
-            return augment.normalise(levels, mean, std)
-        mixture, total = augment.augmix(levels, todo.to(device))
-        return augment.normalise(mixture, mean, std, total)
+            return augment.normalise(levels, self._strong_mean, self._strong_std)
+        mixture, total = augment.augmix(levels, todo.to(self._move))
+        return augment.normalise(mixture, self._strong_mean, self._strong_std, total)
+
+    def _move(self, value: np.ndarray | Tensor) -> Tensor:
+        """To the device without making the host wait for it: that takes pinned memory."""
+        tensor = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        return (tensor.pin_memory() if self._pinned else tensor).to(self.world.device, non_blocking=True)
 
     # -- what went wrong -----------------------------------------------------------------------------------
 
