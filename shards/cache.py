@@ -128,7 +128,9 @@ class Cache:
         reserved = self._reserve(path, file)
         try:
             patiently(attempt, f"Shard {name}", self.config.deadline)
-            os.replace(temporary, path)
+            with self._alone(self.folder / "room"):  # whoever counts sees the place or the copy
+                os.replace(temporary, path)
+                reserved.unlink()
         finally:
             temporary.unlink(missing_ok=True)
             reserved.unlink(missing_ok=True)

@@ -18,7 +18,7 @@ import pytest
 from shards_help import fill
 
 from shards import build as building
-from shards import storage, verify
+from shards import reader, storage, verify
 from shards.build import ensure
 from shards.cache import Cache
 from shards.config import BuildConfig, CacheConfig
@@ -336,3 +336,40 @@ def test_processes_of_one_machine_share_one_copy(local: str, tmp_path: Path) -> 
         assert rank.exitcode == 0
     fetched = (tmp_path / "log").read_text().split()
     assert sorted(fetched) == sorted(shard.name for shard in shards_of(local))
+
+
+def _wander(local: str, cache: CacheConfig, seed: int) -> None:
+    """Read everything in an order of one's own, through a small cache that others use too."""
+
+    class Near(storage.RemoteStore):
+        def fetch(self, name: str, target: Path) -> None:
+            target.write_bytes((Path(local) / name).read_bytes())
+
+        def sizes(self, folder: str = "") -> dict[str, int]:
+            return storage.LocalStore(local).sizes(folder)
+
+    reader.store_at = lambda url: storage.LocalStore(url) if url == local else Near(url, "memory")
+    here, there = open_split(local), reader.Split("memory://near", "train", read_manifest(local), cache, True)
+    order = np.random.default_rng(seed).permutation(len(there.shard_sizes))
+    there.will_need(order.tolist())
+    for shard in order:
+        for index in range(8 * shard, min(8 * shard + 8, len(here))):
+            assert there.read(index) == here.read(index)
+        with there._cache._alone(Path(cache.folder) / "room"):
+            kept = sum(path.stat().st_size for path in Path(cache.folder).glob("*.tar"))
+        assert kept <= cache.max_gb * 1e9
+
+
+def test_processes_keep_the_budget_together(local: str, tmp_path: Path) -> None:
+    about = read_manifest(local).splits["train"]
+    budget = about.table.bytes + 3 * max(shard.bytes for shard in about.shards)
+    cache = CacheConfig(
+        folder=str(tmp_path / "cache"), max_gb=budget / 1e9, reserve_gb=0, ahead=1, deadline=30
+    )
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=_wander, args=(local, cache, seed)) for seed in range(3)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+        assert rank.exitcode == 0
