@@ -14,8 +14,10 @@ from PIL import Image
 from pipeline.config import DataConfig
 from pipeline.data import order
 from pipeline.data.batch import Batch, Pass
+from pipeline.data.decode import centre, decode
 from pipeline.data.loader import Loader
 from pipeline.world import World
+from shards.reader import open_split
 from shards.settings import UserError
 
 N, SIZE = 37, 8
@@ -324,3 +326,17 @@ def test_an_unknown_view_is_refused(split):
 
 def test_an_empty_order_has_no_steps(split):
     assert collect(split, Pass(np.zeros(0, np.int64))) == []
+
+
+def test_real_shards_give_their_labels_and_pictures(digits):
+    train = open_split(digits, "train")
+    walk = Pass(order.shuffled(len(train), 0, 0, shard_sizes=train.shard_sizes, window=1))
+    loader = Loader(train, config(batch=64, size=16), 0, World())
+    batches = list(loader.batches(walk, 0))
+    index, label = torch.cat([b.index for b in batches]), torch.cat([b.label for b in batches])
+    assert sorted(set(index.tolist())) == list(range(len(train)))
+    assert (label.numpy() == train.given[index.numpy()]).all()
+    assert not loader.bad
+    samples, images = next(loader.survey())
+    expected = np.stack([centre(decode(train.read(int(i)))[0], 16, 16) for i in samples])
+    assert np.allclose(images.permute(0, 2, 3, 1).numpy() * 255, expected, atol=1e-3)
