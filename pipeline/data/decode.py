@@ -55,11 +55,8 @@ def _jpeg(data: memoryview, least: int) -> tuple[np.ndarray, bool] | None:
         return None
     if b"Exif\0\0" in bytes(data[:1024]) and _orientation(data) != 1:
         return None
-    scaled = {
-        "min_height": least,
-        "min_width": least,
-        "min_factor": 2,
-    }  # between 1 and 2 scaling costs more than it saves
+    # Factors between 1 and 2 cost more than they save.
+    scaled = {"min_height": least, "min_width": least, "min_factor": 2}
     try:
         return simplejpeg.decode_jpeg(data, "RGB", **scaled), False
     except ValueError as error:
