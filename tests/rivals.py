@@ -90,9 +90,12 @@ class Course:
     pictures: Pictures = field(default_factory=Pictures)
     classes: int = CLASSES
     world: World = field(default_factory=World)
+    double: bool = False  # train in float64, so that rounding does not grow to something from step to step
 
     def __post_init__(self) -> None:
         self.method = make_method(self.config, self.pictures.given, self.classes, self.world)
+        if self.double:
+            self.method.double()
         self.loader = Loader(self.pictures, self.config.data, self.config.seed, self.world)
         self.engine = TorchEngine(self.config, self.method, self.world)
         self.at = Place()
@@ -116,7 +119,7 @@ class Course:
             self.engine.train_only(walk.trainable or trainable)
             self.method.train()
             for batch in self.loader.batches(walk, self.method.tick(number), self.at.step):
-                losses = self.engine.step(batch, self.config.optim.lr)
+                losses = self.engine.step(self._cast(batch), self.config.optim.lr)
                 self.at.step += 1
                 yield {name: float(value) for name, value in losses.items()}
             self.at.walk, self.at.step = number + 1, 0
@@ -124,7 +127,19 @@ class Course:
     @torch.no_grad()
     def survey(self) -> Survey:
         self.method.eval()
-        return take_survey(self.method.survey_outputs, self.loader.survey(), len(self.pictures), self.world)
+        batches = (
+            (index, images.double() if self.double else images) for index, images in self.loader.survey()
+        )
+        survey = take_survey(self.method.survey_outputs, batches, len(self.pictures), self.world)
+        if self.double:
+            survey.outputs = {name: value.double() for name, value in survey.outputs.items()}
+        return survey
+
+    def _cast(self, batch: Batch) -> Batch:
+        if self.double:
+            batch.views = {name: view.double() for name, view in batch.views.items()}
+            batch.beside = batch.beside and self._cast(batch.beside)
+        return batch
 
     def state(self) -> dict[str, Any]:
         return copy.deepcopy(

@@ -75,7 +75,7 @@ class DivideMix(TwoNetworks):
         belief[nobody] = 1.0  # a mixture that believes no label at all has told nothing
         self.belief.copy_(torch.from_numpy(belief))
         vote = (survey["logits0"].softmax(1) + survey["logits1"].softmax(1)).argmax(1)
-        said = survey.everywhere(vote.to(self.refined.dtype))
+        said = survey.everywhere(vote.int()).to(self.refined.dtype)  # gloo and NCCL know no int16
         given = torch.from_numpy(self.data.given).to(self.refined)
         self.refined.copy_(torch.where(self._clean(), given, said))
 

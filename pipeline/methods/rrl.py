@@ -113,7 +113,7 @@ class RRL(OneNetwork):
         soft, kept = self._keep_given(mixed, given)
         top, hard = soft.max(1)
         self.soft.copy_(survey.everywhere(soft))
-        self.hard.copy_(survey.everywhere(hard.to(self.hard.dtype)))
+        self.hard.copy_(survey.everywhere(hard.int()))  # gloo and NCCL know no int16
         self.kept.copy_(survey.everywhere(kept.to(torch.uint8)).bool())
         self.used.copy_(survey.everywhere((top > self.options.use_above).float()))
         self.score = survey.everywhere(mixed.gather(1, given[:, None])[:, 0])
