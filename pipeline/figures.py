@@ -366,8 +366,8 @@ def embedding_map(data: Data) -> Figure | None:
     from sklearn.manifold import TSNE
 
     points, labels = (
-        np.asarray(data["embedding"], np.float32)[:800],
-        np.asarray(data["embedding_labels"])[:800],
+        np.asarray(data["embedding"], np.float32)[:500],
+        np.asarray(data["embedding_labels"])[:500],
     )
     perplexity = min(30.0, (len(points) - 1) / 3)
     flat = TSNE(2, perplexity=perplexity, init="pca", max_iter=400, random_state=0).fit_transform(points)

@@ -39,7 +39,7 @@ TITLES = {
     "class_size": "Accuracy against class size",
 }
 MARK = "reduced"
-TEXT_COLUMNS = ("scale", "recipe", "backbone", "seeds", "run ids", "status", "run id")
+TEXT_COLUMNS = ("scale", "how", "recipe", "backbone", "seeds", "run ids", "status", "run id")
 
 
 def shown(column: str, mean: Mean | None) -> str:
@@ -98,7 +98,7 @@ class Document:
             cells = []
             for place, cell in enumerate(row):
                 css = "left" if text[place] else ""
-                css += " wrap" if header[place] in ("scale", "run ids") else ""
+                css += " wrap" if header[place] in ("scale", "how", "run ids") else ""
                 css += " missing" if cell in ("not run", "–") else ""
                 cells.append(f"<td class='{css}'>{_marked(cell)}</td>")
             self.html.append(f"<tr>{''.join(cells)}</tr>")
@@ -203,7 +203,7 @@ def paper(doc: Document, runs: Sequence[Result]) -> None:
         doc.open(f"{_table_name(table.id)}: {table.title} ({run} of {every} cells run)", run > 0)
         doc.notes(table.notes)
         both = [f"{who} {column}" for who in ("paper", "ours") for column in table.columns]
-        header = ["data", "method", *both, "n", "scale", "recipe", "epochs", "backbone", "run ids"]
+        header = ["data", "method", *both, "n", "scale", "how", "run ids"]
         doc.table(header, [_cell(table, cell) for cell in table.cells], left=2)
         doc.close()
 
@@ -215,12 +215,13 @@ def _table_name(ident: str) -> str:
 def _cell(table: Table, cell: Cell) -> list[str]:
     printed = [_percent(cell.paper.get(column)) for column in table.columns]
     if not cell.rows:
-        return [cell.where, cell.shown, *printed, *("not run" for _ in table.columns), *[""] * 6]
+        return [cell.where, cell.shown, *printed, *("not run" for _ in table.columns), *[""] * 4]
     row = cell.rows[0]
     ours = [shown(column, cell.ours[column]) for column in table.columns]
     _, recipe, epochs, backbone, _, ids = about(row)
     scale = f"[{MARK}] {'; '.join(cell.reduced)}" if cell.reduced else "as in the paper"
-    return [cell.where, cell.shown, *printed, *ours, str(len(row.runs)), scale, recipe, epochs, backbone, ids]
+    how = f"{recipe} recipe, {epochs} epochs, {backbone}"
+    return [cell.where, cell.shown, *printed, *ours, str(len(row.runs)), scale, how, ids]
 
 
 def _percent(value: float | None) -> str:

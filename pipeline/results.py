@@ -180,7 +180,7 @@ def compare(runs: Sequence[Result]) -> dict[tuple[str, float, float], list[Row]]
             groups.setdefault((run.method, tuple(sorted(run.settings.items()))), []).append(run)
         for (method, settings), members in groups.items():
             others = [dict(s) for m, s in groups if m == method]
-            apart = [f"{k}={v}" for k, v in settings if any(other.get(k, v) != v for other in others)]
+            apart = [f"{k}={v}" for k, v in settings if any(other.get(k) != v for other in others)]
             rows.append(Row(" ".join([method, *apart]), method, tuple(members)))
     return out
 

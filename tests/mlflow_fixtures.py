@@ -1,10 +1,11 @@
-"""A local MLflow database for tests; load it with pytest_plugins."""
+"""A local MLflow database, and one small run trained for real; loaded with pytest_plugins."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from trained import ROOT, Trained, command
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +24,18 @@ def database(migrated: Path, tmp_path: Path) -> Path:
     copy.parent.mkdir()
     copy.write_bytes(migrated.read_bytes())
     return copy
+
+
+@pytest.fixture(scope="session")
+def trained(digits: str, migrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """The Prototypical Classifier, small and short, but cleaning, tracked and with its model logged."""
+    place = tmp_path_factory.mktemp("trained")
+    (place / "mlflow.db").write_bytes(migrated.read_bytes())
+    run = Trained(place / "run", f"sqlite:///{place / 'mlflow.db'}", digits)
+    command(
+        "pipeline.train", "--config", ROOT / "configs/digits.yaml", f"shards.url={digits}",
+        f"output={run.folder}", f"tracking.uri={run.uri}", "tracking.experiment=tests",
+        "tracking.register_as=digits", "train.epochs=3", "model.width=4", "method.warmup_steps=4",
+        "method.cleaning_start=1", "method.threshold=fixed", "method.threshold_start=0.12", "data.batch=128",
+    )  # fmt: skip
+    return run

@@ -1,0 +1,79 @@
+"""Pictures: whatever a run can offer is drawn, whatever it lacks is left out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline import figures
+from pipeline.figures import Run, style, write_figures
+
+
+def data(classes: int = 10, method: str = "prototypical") -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    history = [
+        {"epoch": e, "metrics": {"test/top1": 50.0 + e, "test/many": 60.0, "test/few": float("nan"),
+                                 "loss/ce": 1.0, "clean/threshold": 0.1, "clean/share": 0.5, "clean/f1": 0.9}}
+        for e in range(1, 4)
+    ]  # fmt: skip
+    return {
+        "method": method,
+        "history": history,
+        "class_names": [f"class {k}" for k in range(classes)],
+        "class_counts": np.linspace(100, 10, classes).astype(int),
+        "per_class_accuracy": np.linspace(1, 0, classes),
+        "confusion": np.eye(classes, dtype=int),
+        "marginal": {"prototype": np.full(classes, 1 / classes), "linear": np.full(classes, 1 / classes)},
+        "confidence": {"prototype": np.full(classes, 0.5)},
+        "group_f1": {"many": 0.9, "few": None},
+        "embedding": random.normal(size=(30, 8)),
+        "embedding_labels": np.arange(30) % classes,
+    }
+
+
+def test_every_picture_of_a_complete_run_is_drawn(tmp_path: Path) -> None:
+    files = {path.name for path in write_figures(tmp_path, data())}
+    pictures = {f"{name}.png" for name in (*figures.PICTURES, *figures.SINGLE)}
+    assert files == pictures | {"data.json"}
+    for name in pictures:
+        assert (tmp_path / "figures" / name).read_bytes().startswith(b"\x89PNG")
+    kept = json.loads((tmp_path / "figures" / "data.json").read_text())
+    assert kept["per_class_accuracy"][0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("missing", "gone"),
+    [
+        ("marginal", "marginal"), ("confidence", "confidence"), ("class_counts", "class_size"),
+        ("history", "accuracy"), ("history", "cleaning"), ("history", "losses"),
+        ("confusion", "confusion"), ("embedding", "embedding"),
+    ],
+)  # fmt: skip
+def test_what_a_method_does_not_know_is_left_out(missing: str, gone: str) -> None:
+    whole, some = data(), {key: value for key, value in data().items() if key != missing}
+    if gone in figures.PICTURES:
+        assert figures.PICTURES[gone]([Run("a", "a", whole)]) is not None
+        assert figures.PICTURES[gone]([Run("a", "a", some)]) is None
+    else:
+        assert figures.SINGLE[gone](whole) is not None
+        assert figures.SINGLE[gone](some) is None
+
+
+def test_a_run_without_anything_to_show_is_no_error(tmp_path: Path) -> None:
+    assert [path.name for path in write_figures(tmp_path, {"method": "x"})] == ["data.json"]
+
+
+def test_a_hundred_classes_and_several_runs_fit_into_one_picture() -> None:
+    runs = [Run(name, name, data(100, name)) for name in ("prototypical", "cross_entropy", "dividemix")]
+    for draw in figures.PICTURES.values():
+        assert draw(runs) is not None
+
+
+def test_a_method_looks_the_same_everywhere_and_no_two_known_methods_look_alike() -> None:
+    looks = [tuple(style(name).values()) for name in figures.METHODS]
+    assert len(set(looks)) == len(looks)
+    assert style("somebody's own") == style("somebody's own")

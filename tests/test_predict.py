@@ -1,0 +1,108 @@
+"""A trained model on shards and on loose pictures, from wherever it is kept, always with the same answers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from trained import ROOT, Trained, command
+
+from pipeline.runs import open_run
+from shards.reader import open_split
+from shards.settings import UserError
+
+pytest_plugins = ["mlflow_fixtures"]
+
+
+@pytest.fixture(scope="module")
+def pictures(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight test pictures as files, and one that is none."""
+    folder = tmp_path_factory.mktemp("pictures")
+    split = open_split(trained.shards, "test")
+    for index in range(8):
+        (folder / f"{index}.png").write_bytes(bytes(split.read(index)))
+    (folder / "broken.jpg").write_bytes(b"\xff\xd8\xff not a picture")
+    return folder
+
+
+def scores_of(run: str, uri: str, pictures: Path) -> np.ndarray:
+    model = open_run(run, uri).model
+    return np.stack([a.scores for a in model.predict(p.read_bytes() for p in sorted(pictures.glob("*.png")))])
+
+
+def test_folder_checkpoint_run_id_and_mlflow_model_give_the_same_scores_bit_for_bit(
+    trained: Trained, pictures: Path
+) -> None:
+    newest = max((trained.folder / "checkpoints").iterdir())
+    places = [str(trained.folder), str(newest), str(trained.folder / "model"), trained.run_id,
+              f"runs:/{trained.run_id}/model", "models:/digits/1"]  # fmt: skip
+    found = [scores_of(place, trained.uri, pictures) for place in places]
+    for other in found[1:]:
+        np.testing.assert_array_equal(found[0], other)
+    assert found[0].sum(1) == pytest.approx(1.0)
+
+
+def test_the_mlflow_model_in_a_fresh_process_gives_the_checkpoints_scores_bit_for_bit(
+    trained: Trained, pictures: Path
+) -> None:
+    script = f"""
+import io, pathlib, mlflow, numpy, pandas, PIL.Image
+mlflow.set_tracking_uri({trained.uri!r})
+model = mlflow.pyfunc.load_model("runs:/{trained.run_id}/model")
+files = [p.read_bytes() for p in sorted(pathlib.Path({str(pictures)!r}).glob("*.png"))]
+answers = model.predict(pandas.DataFrame({{"image": [*files, b"junk"]}}))
+assert answers["problem"].tolist()[-1] and answers["class"].tolist()[-1] == -1
+arrays = [numpy.array(PIL.Image.open(io.BytesIO(f)).convert("RGB")) for f in files]
+same = model.predict(pandas.DataFrame({{"image": arrays}}))
+assert same["scores"].tolist() == answers["scores"].tolist()[:-1]
+assert model.metadata.signature is not None and model.input_example is not None
+numpy.save({str(pictures / "scores.npy")!r}, numpy.array(answers["scores"].tolist()[:-1], numpy.float32))
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_array_equal(
+        np.load(pictures / "scores.npy"), scores_of(str(trained.folder), "", pictures)
+    )
+
+
+def test_predict_streams_lines_and_reports_a_picture_that_cannot_be_read(
+    trained: Trained, pictures: Path
+) -> None:
+    done = command("pipeline.predict", trained.folder, pictures, "--jsonl", "--top", 3)
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [Path(answer["path"]).name for answer in answers] == [f"{k}.png" for k in range(8)]
+    assert all(len(answer["top"]) == 3 and answer["label"] == answer["top"][0]["label"] for answer in answers)
+    assert "skipped" in done.stderr
+    assert "broken.jpg" in done.stderr
+    assert "8 answered, 1 skipped" in done.stderr
+
+
+def test_predict_says_what_is_wrong_before_it_loads_anything() -> None:
+    done = command("pipeline.predict", "run", "nowhere.png", ok=False)
+    assert done.returncode == 2
+    assert "There is no file nowhere.png" in done.stderr
+
+
+def test_evaluate_gives_the_accuracy_the_run_ended_with(trained: Trained, tmp_path: Path) -> None:
+    command("pipeline.evaluate", trained.folder, "--out", tmp_path)
+    metrics = json.loads((tmp_path / "evaluation.json").read_text())["metrics"]["test"]
+    assert metrics["test/top1"] == trained.summary["last"]
+    assert metrics["test/many"] == trained.summary["many"]
+    assert len((tmp_path / "classes-test.csv").read_text().splitlines()) == 11
+
+
+def test_a_run_that_is_nowhere_and_classes_that_do_not_fit_are_refused(
+    trained: Trained, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="There is no run 'nothing'"):
+        open_run("nothing")
+    with pytest.raises(UserError, match="no run"):
+        open_run("0" * 32, trained.uri)
+    opened = open_run(str(trained.folder / "model"))
+    opened.model.classes = ["cat", "dog"]
+    with pytest.raises(UserError, match="other classes"):
+        opened.split("test", trained.shards)
