@@ -63,7 +63,7 @@ def evaluate(
         for head, score in scores.items():
             rows = counts.setdefault(head, _zeros(classes, world))
             _count(rows, score[known], label[known])
-    heads = world.share(list(counts) if world.leads else None)
+    heads = next(filter(None, world.gather_objects(list(counts))))  # a rank without pictures knows none
     summed = {head: world.sum(counts.get(head, _zeros(classes, world))).cpu().numpy() for head in heads}
     return _summarise(summed, class_groups(clean_counts))
 
