@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -29,26 +30,30 @@ class Progress:
         self.done += count
         now = time.monotonic()
         if self._bar is not None:
-            self._bar.update(self._task, completed=self.done)
+            self._bar.update(self._task, completed=self.done, pace=self._pace(now))
         elif self._wanted and now - self.begun > 1:
-            self._start_bar()
+            self._start_bar(now)
         elif not self._wanted and now - self.told > EVERY:
             self.told = now
-            rate = self.done / (now - self.begun)
-            left = (self.total - self.done) / max(rate, 1e-9)
-            self.log(f"{self.done} of {self.total} {self.unit}, {rate:.0f}/s, {left:.0f} s left")
+            self.log(f"{self.done} of {self.total} {self.unit}{self._pace(now)}")
 
-    def _start_bar(self) -> None:
+    def _pace(self, now: float) -> str:
+        if not self.done:
+            return ""
+        rate = self.done / (now - self.begun)
+        left = timedelta(seconds=round((self.total - self.done) / rate))
+        return f", {rate:.0f}/s, {left} left"
+
+    def _start_bar(self, now: float) -> None:
         from rich import progress
         from rich.console import Console
 
-        columns = (progress.BarColumn(), progress.MofNCompleteColumn(), progress.TextColumn(self.unit))
-        rate = progress.TextColumn("{task.speed:.0f}/s")
+        count = progress.TextColumn("{task.completed} of {task.total} " + self.unit + "{task.fields[pace]}")
         self._bar = progress.Progress(
-            *columns, rate, progress.TimeRemainingColumn(), console=Console(stderr=True), transient=True
+            progress.BarColumn(), count, console=Console(stderr=True), transient=True
         )
         self._bar.start()
-        self._task = self._bar.add_task("", total=self.total, completed=self.done)
+        self._task = self._bar.add_task("", total=self.total, completed=self.done, pace=self._pace(now))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
