@@ -314,6 +314,7 @@ def normalise(levels: Tensor, mean: Three, std: Three, total: Tensor | None = No
     `total`: the sum of coefficients of a mixture; the result is then the mixture of the normalised pictures.
     """
     centre, scale = (torch.as_tensor(v, device=levels.device).view(3, 1, 1) for v in (mean, std))
+    shift = centre / scale
     if total is not None:
-        centre = centre * _per_picture(total)
-    return (levels.float() / 255 - centre) / scale
+        shift = shift * _per_picture(total)
+    return (levels * (1 / (255 * scale))).sub_(shift)  # two walks over the memory, from bytes to float32
