@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import pyarrow as pa
@@ -152,6 +153,11 @@ class Build:
         try:
             with Progress(total, "pictures", self.log) as progress:
                 write_all(tasks(), self.job, min(writers, len(mine)), progress.step)
+        except BrokenProcessPool:
+            raise UserError(
+                "A writer process was killed, perhaps for want of memory. Run the same command again (what is "
+                "finished is kept), with fewer writers if it happens again."
+            ) from None
         except OSError as error:
             raise UserError(
                 f"Writing to {self.store} failed: {error}. Make room or check the rights, then run the same "

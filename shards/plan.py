@@ -71,10 +71,12 @@ def _choose(name: str, rows: Rows, found: Collection, config: BuildConfig, bad: 
     if config.rho > 1:
         shuffled = bias.generator(config.bias_seed, "tail").permutation(len(rows))
         chosen = bias.keep_rows(rows.given, chosen, _targets(rows.given[chosen], found, config), shuffled)
-    given = rows.given[chosen]
+    given, true = rows.given[chosen], rows.true[chosen]
     flipped = np.zeros(len(chosen), bool)
     if config.noise > 0 and config.noise_kind != "none":
-        if known and (rows.true != rows.given).any():
+        # Who injects noise takes the labels before it for true.
+        true = given
+        if (rows.true[rows.true >= 0] != rows.given[rows.true >= 0]).any():
             raise UserError("The labels of this collection are noisy already and say so. Set noise=0.")
         noise = bias.generator(config.bias_seed, "noise")
         shuffled, draws = noise.permutation(len(rows)), noise.random(len(rows))
@@ -83,7 +85,7 @@ def _choose(name: str, rows: Rows, found: Collection, config: BuildConfig, bad: 
             rows.given, chosen, classes, config.noise, config.noise_kind, shuffled, draws, wrong
         )
         flipped = given != rows.given[chosen]
-    return Plan(chosen, given, rows.true[chosen], flipped, bias.counts_of(before[chosen], classes))
+    return Plan(chosen, given, true, flipped, bias.counts_of(before[chosen], classes))
 
 
 def _targets(labels: NDArray[np.int32], found: Collection, config: BuildConfig) -> NDArray[np.int64]:

@@ -113,6 +113,29 @@ def test_a_killed_process_leaves_no_workers_and_the_rest_is_done_later(tmp_path:
     assert contents(build("killed", **options)) == wanted
 
 
+class Deadly:
+    """A reader that takes its process with it, as the kernel does when memory is short."""
+
+    def read(self, split: str, row: int, key: str) -> bytes:
+        os._exit(9)
+
+
+def test_a_writer_that_is_killed_ends_the_build_with_a_sentence(tmp_path: Path) -> None:
+    import numpy as np
+    import pyarrow as pa
+
+    from shards.config import BuildConfig
+    from shards.sources import Collection, Rows
+    from shards.storage import store_at
+
+    labels = np.array([0, 1] * 4, np.int32)
+    rows = Rows(pa.array([str(n) for n in range(8)]), labels, labels)
+    found = Collection("deadly", ["a", "b"], {"train": rows}, Deadly())
+    config = BuildConfig(output=str(tmp_path / "out"), rho=1, noise=0, writers=2, shard_samples=4)
+    with pytest.raises(UserError, match=r"A writer process was killed.*fewer writers"):
+        builder.Build(store_at(config.output), config, found, print).run()
+
+
 def _alive(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"

@@ -66,6 +66,9 @@ class TestFolder:
         assert train.clean_counts.tolist() == [9, 18, 36]
         assert train.manifest.bias.flipped == 15
         assert train.flipped.sum() == 15
+        assert np.array_equal(
+            train.flipped, train.given != train.true
+        )  # what was there before counts as true
 
     def test_splits_are_not_mistaken_for_classes(self, tmp_path: Path, build: Build) -> None:
         fill(tmp_path / "in", {"train": 2, "val": 2})
