@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeline.config import Config
 from pipeline.data.batch import Batch
 from pipeline.methods.base import Method, Stage
-from pipeline.world import World
+from pipeline.world import World, arrive
 
 
 class Engine(Protocol):
@@ -109,6 +109,7 @@ class TorchEngine:
         with self._sync(batch.last):
             with self.autocast:
                 losses = self.wrapped(batch)
+            arrive()  # the gradients of all ranks meet in the backward pass
             self.scaler.scale(losses["loss"] * batch.share).backward()
         if batch.last:
             self._update(lr)

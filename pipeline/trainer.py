@@ -35,7 +35,7 @@ from pipeline.optim import learning_rate
 from pipeline.pulse import Pulse, Stopped, Wish
 from pipeline.survey import Survey, take_survey
 from pipeline.tracking import NullTracker
-from pipeline.world import World
+from pipeline.world import World, arrived, set_off
 from shards.reader import Split
 from shards.settings import UserError
 
@@ -148,7 +148,7 @@ class Trainer:
         title = f"{stage.name} {self.at.epoch + 1}/{stage.epochs}" if stage.epochs else stage.name
         steps = self.loader.steps(walk)
         tick = self.method.tick(self.at.walk)
-        began = time.monotonic()
+        began = set_off()
         batches = self.loader.batches(walk, tick, self.at.step)
         for batch in follow(batches, steps, title, self.world.leads, self.at.step):
             if self.on_batch:
@@ -158,10 +158,9 @@ class Trainer:
             if not batch.last:
                 continue
             self.at.step, self.at.steps = self.at.step + 1, self.at.steps + 1
-            now = time.monotonic()
-            self.train_seconds += now - began
-            save = self.pulse.beat(now - began, self._save_due())
-            began = time.monotonic()
+            self.train_seconds += time.monotonic() - began
+            save = self.pulse.beat(arrived() - began, self._save_due())
+            began = set_off()
             self._look_after_step(batch, title, steps)
             if save and self.at.step < steps:
                 self._save()

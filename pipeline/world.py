@@ -6,6 +6,7 @@ Every collective is called by every rank at the same moment. With one rank all o
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +17,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
+
+# When this rank first waited for the others since it set off. What it did until then is its own work; after a
+# collective all ranks are equally late, and nobody can tell who was slow.
+_arrival: list[float] = []
+
+
+def set_off() -> float:
+    _arrival.clear()
+    return time.monotonic()
+
+
+def arrive() -> None:
+    if not _arrival:
+        _arrival.append(time.monotonic())
+
+
+def arrived() -> float:
+    """The time of the first wait, or now if there was none."""
+    return _arrival[0] if _arrival else time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -33,12 +53,14 @@ class World:
         """Sum over ranks, without gradient; a new tensor."""
         value = value.detach().clone()
         if self.size > 1:
+            arrive()
             dist.all_reduce(value)
         return value
 
     def max(self, value: Tensor) -> Tensor:
         value = value.detach().clone()
         if self.size > 1:
+            arrive()
             dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return value
 
@@ -58,6 +80,7 @@ class World:
         """
         if self.size == 1:
             return value
+        arrive()
         most = max(rows)
         padded = value
         if value.shape[0] < most:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ranks import free_port, on_ranks, worker_env
@@ -49,7 +47,7 @@ def test_a_frozen_rank_ends_the_others_with_rank_step_and_operation(small: str, 
         seconds = time.monotonic() - start
     finally:
         for process in ranks:
-            os.kill(process.pid, signal.SIGKILL)
+            process.kill()
             process.wait()
     assert ranks[0].returncode == 1, said
     assert "rank 0, stage 1, epoch" in said
@@ -57,7 +55,8 @@ def test_a_frozen_rank_ends_the_others_with_rank_step_and_operation(small: str, 
     assert 6 < seconds < 60  # about ten on an idle machine
 
 
-def slow_training(world: World, url: str, output: str) -> tuple[list[str], dict[str, Any]]:
+def slow_training(world: World, url: str, output: str) -> list[str]:
+    """What the log said."""
     said: list[str] = []
 
     class Ears(logging.Handler):
@@ -72,10 +71,10 @@ def slow_training(world: World, url: str, output: str) -> tuple[list[str], dict[
         trainer.engine.step = lambda *args: (time.sleep(0.5), step(*args))[1]
     trainer.run()
     trainer.checkpoints.close()
-    return said, {name: value.clone() for name, value in trainer.method.state_dict().items()}
+    return said
 
 
-def test_a_slow_rank_is_reported_and_changes_nothing(small: str, output: Path) -> None:
+def test_a_slow_rank_is_reported_and_waited_for(small: str, output: Path) -> None:
     output.mkdir()
-    (said, _), _ = on_ranks(2, slow_training, small, str(output))
+    said, _ = on_ranks(2, slow_training, small, str(output))
     assert any("rank 1 is slow" in line for line in said), said
