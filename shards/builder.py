@@ -155,7 +155,7 @@ class Build:
                 write_all(tasks(), self.job, min(writers, len(mine)), progress.step)
         except BrokenProcessPool:
             raise UserError(
-                "A writer process was killed, perhaps for want of memory. Run the same command again (what is "
+                "A writer process was killed, perhaps for want of memory. Run the command again (what is "
                 "finished is kept), with fewer writers if it happens again."
             ) from None
         except OSError as error:
