@@ -112,10 +112,10 @@ def _survey(opened: Opened, split: Split, refined: np.ndarray | None) -> tuple[n
     refined labels are the suggestion where there are any, else the model's answers."""
     import torch
 
-    from pipeline.data.loader import Loader
+    from pipeline.data.loader import open_loader
 
     model, method = opened.model, opened.model.method
-    loader = Loader(split, model.config.data, model.config.seed, method.world)
+    loader = open_loader(split, model.config.data, model.config.seed, method.world)
     parts: list[list[np.ndarray]] = [[], [], [], []]
     with torch.no_grad():
         for index, images in loader.survey():

@@ -20,13 +20,13 @@ def judge(opened: Opened, shards: str, name: str, world: World) -> Evaluation:
     """The model on one split; true labels where they are known. Called by all ranks."""
     import numpy as np
 
-    from pipeline.data.loader import Loader
+    from pipeline.data.loader import open_loader
     from pipeline.evaluate import evaluate
     from pipeline.pulse import Pulse
 
     split = opened.split(name, shards)
     model = opened.model
-    loader = Loader(split, model.config.data, model.config.seed, world)
+    loader = open_loader(split, model.config.data, model.config.seed, world)
     labels = split.true if (split.true >= 0).any() else split.given
     train = split.manifest.splits.get(
         "train", split.info

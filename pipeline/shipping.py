@@ -79,7 +79,8 @@ def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
         database = sqlite_path(uri)
         location = (database.parent / "mlartifacts").as_uri() if database else None
         try:
-            return client.create_experiment(name, artifact_location=location)
+            kind = {"mlflow.experimentKind": "custom_model_development"}  # the UI opens with runs and charts
+            return client.create_experiment(name, location, kind)
         except mlflow.MlflowException:
             found = client.get_experiment_by_name(name)  # another job was quicker
             if found is None:
