@@ -10,7 +10,8 @@ of 64, the same number of threads or worker processes for all:
 - ffcv: FFCV as its users write it, uint8 batches;
 - webdataset: the stock WebLoader with Pillow and torchvision, float32 batches.
 
-Arms run in turns, each once per round; ratios are taken within a round. On a quiet machine:
+Arms run in turns, each once per round; ratios are taken within a round. Processor time per picture is given
+too: it says less about waiting, but holds on a busy machine. On a quiet machine:
 
     python benchmarks/loader.py [rounds]        # writes benchmarks/results/loader.json
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import resource
 import sys
 import tempfile
 import time
@@ -156,11 +158,17 @@ def ffcv(split: Split) -> Arm:
     return lambda: iter(loader)
 
 
-def rate(arm: Arm, pictures: int) -> float:
-    start = time.perf_counter()
+def processor_seconds() -> float:
+    """Of this process, its threads, and its children that have ended."""
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+
+def measure(arm: Arm, pictures: int) -> tuple[float, float]:
+    """(pictures per second, milliseconds of processor time per picture) of one epoch."""
+    start, worked = time.perf_counter(), processor_seconds()
     for _ in arm():
         pass
-    return pictures / (time.perf_counter() - start)
+    return pictures / (time.perf_counter() - start), 1000 * (processor_seconds() - worked) / pictures
 
 
 def first_batch(make: Callable[[], Arm]) -> tuple[Arm, float]:
@@ -199,9 +207,12 @@ def main(rounds: int) -> None:
             arms[name], first[name] = first_batch(make)
             torch.set_num_threads(1)  # FFCV changes it
         rates: dict[str, list[float]] = {name: [] for name in arms}
+        work: dict[str, list[float]] = {name: [] for name in arms}
         for number in range(rounds):
             for name, arm in arms.items():
-                rates[name].append(rate(arm, len(split)))
+                speed, effort = measure(arm, len(split))
+                rates[name].append(speed)
+                work[name].append(effort)
             print(
                 f"round {number + 1}: " + ", ".join(f"{n} {r[-1]:.0f}/s" for n, r in rates.items()),
                 flush=True,
@@ -219,6 +230,11 @@ def main(rounds: int) -> None:
         "pictures": len(split),
         "threads": THREADS,
         "pictures_per_second": {name: summary(values) for name, values in rates.items()},
+        "processor_ms_per_picture": {name: summary(values) for name, values in work.items()},
+        "processor_time_ours_over_limit": summary([a / b for a, b in zip(work["ours"], work["limit"])]),
+        "processor_time_two_views_over_one": summary(
+            [a / b for a, b in zip(work["ours_two_views"], work["ours"])]
+        ),
         "ours_over_limit": ratio("ours", "limit"),
         "ours_over_ffcv": ratio("ours", "ffcv"),
         "ours_float32_over_webdataset": ratio("ours_float32", "webdataset"),
