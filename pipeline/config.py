@@ -73,7 +73,7 @@ class OptimConfig(Settings):
 
 
 class TrainConfig(Settings):
-    epochs: PositiveInt = Field(60, description="epochs of the main stage")
+    epochs: PositiveInt = Field(50, description="epochs of the main stage")
     precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="fp32, bf16 autocast, or fp16 with a loss scaler")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes CUDA where there is one")
     log_every: PositiveInt = Field(20, description="steps between log lines")

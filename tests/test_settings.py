@@ -99,7 +99,7 @@ def test_help_and_errors_need_no_torch() -> None:
     assert "Traceback" not in done.stderr
     assert time.monotonic() - start < 20  # bounds a hang; the usual time is a third of a second
     shown = subprocess.run([sys.executable, "-m", "pipeline.train", "--help"], capture_output=True, text=True).stdout
-    assert "train.epochs (int, default 60)" in shown
+    assert "train.epochs (int, default 50)" in shown
     assert "method.name=prototypical" in shown
 
 
