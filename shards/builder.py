@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
@@ -29,6 +31,7 @@ MADE_BY = "evenhand 0.1.0"
 SMALL = 5000  # fewer samples are written sooner by one process than others are started
 MOST_SAMPLES = 10_000  # in one shard: enough shards for many writers and a fine shuffling of the order
 PATIENCE = 1800.0  # seconds a rank waits for the others without any news
+_OURS = re.compile(r"(\w+-\d{6}\.tar|\w+\.parquet|\w+\.beton)")
 # One machine's paths, nobody else's business: not in the manifest.
 LOCAL = ("path", "root", "labels", "imagenet", "validation_path")
 
@@ -57,18 +60,18 @@ class Build:
         self._check_rejected()
         plans = make_plan(self.found, self.config, {})
         self._begin(plans)
-        for number in range(1 + sum(len(plan) for plan in plans.values())):
-            earlier = self._round(number)
-            if earlier is None:
+        for number in itertools.count():
+            closed = self._round(number)  # by an earlier start that was killed
+            if closed is None:
                 self._write(plans)
-                earlier = self._close_round(number, plans)
-            new = {split: set(rows) - self.bad.get(split, set()) for split, rows in earlier["rows"].items()}
-            self.reasons = [*self.found.rejected, *(tuple(item) for item in earlier["reasons"])]
+                closed = self._close_round(number, plans)
+            self.reasons = [*self.found.rejected, *(tuple(item) for item in closed["reasons"])]
             self._check_rejected()
-            if not any(new.values()):
+            bad = {split: set(rows) for split, rows in closed["rows"].items()}
+            if bad == self.bad:  # nothing new: the shards are as planned
                 break
-            self.bad = {split: set(rows) for split, rows in earlier["rows"].items()}
-            plans = make_plan(self.found, self.config, self.bad)
+            self.bad = bad
+            plans = make_plan(self.found, self.config, bad)
         return self._finish(plans) if self.rank == 0 else self._wait_for_manifest()
 
     # ---------------------------------------------------------------------------------- beginning
@@ -85,17 +88,27 @@ class Build:
                 listed.update(buffer or b"")
         record = {"options": self.config.content(), "input": listed.hexdigest()}
         data = (json.dumps(record, indent=1) + "\n").encode()
-        if self.rank == 0 and self.store.read(RECORD, 1 << 20) != data:
-            for name in self.store.sizes():
-                if name.endswith(".tar") or name.endswith(".parquet") or name.endswith(".beton"):
-                    self.store.remove(name)
-            self.store.remove_folder(".build")
+        if self.rank:
+            self._wait(lambda: self.store.read(RECORD, 1 << 20) == data, "rank 0 to begin")
+        elif self.store.read(RECORD, 1 << 20) != data:
+            self._clear()
             try:
                 self.store.write(RECORD, data)
             except OSError as error:
                 raise UserError(f"Cannot write to {self.store} ({error}). Choose another output.") from None
-        elif self.rank:
-            self._wait(lambda: self.store.read(RECORD, 1 << 20) == data, "rank 0 to begin")
+
+    def _clear(self) -> None:
+        """Remove what an unfinished build left. Anything that is not ours is never touched."""
+        there = self.store.sizes()
+        strange = [name for name in sorted(there) if name != RECORD and not _OURS.fullmatch(name)]
+        if strange or (there and RECORD not in there):
+            raise UserError(
+                f"{self.store} holds other files ({(strange or sorted(there))[0]}). Choose an empty or new folder "
+                "as output."
+            )
+        for name in there:
+            self.store.remove(name)
+        self.store.remove_folder(".build")
 
     def _shard_samples(self, split: str, plan: Plan) -> int:
         """As many samples as make up shard_mb, judged by some of the very pictures; small ones: 10 000."""

@@ -158,6 +158,17 @@ def test_a_changed_input_is_not_mixed_with_the_old(
     assert contents(build("out", **options)) == wanted
 
 
+@pytest.mark.parametrize("name", ["holiday.jpg", "train-000000.tar", "mine.parquet"])
+def test_a_folder_with_other_files_is_refused_and_left_alone(
+    name: str, options, build: Build, tmp_path: Path
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_bytes(b"precious")
+    with pytest.raises(UserError, match=rf"out holds other files \({name}\)\. Choose an empty or new folder"):
+        build("out", **options)
+    assert contents(tmp_path / "out") == {name: b"precious"}
+
+
 @pytest.mark.dist
 def test_ranks_write_their_share_and_one_manifest(options, tmp_path: Path, build: Build) -> None:
     wanted = contents(build("alone", **options))
