@@ -11,9 +11,6 @@
     confidence {head: (K,)}                  mean confidence in the given label over the training set
     group_f1 {"many": .., ...}               F1 of clean-label detection, 0..1
     embedding (n,D), embedding_labels (n,)   a sample of the test set
-
-Colours are Okabe and Ito's, which colour-blind people tell apart; lines and markers differ too, for print
-without colour.
 """
 
 from __future__ import annotations
@@ -31,15 +28,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
+from pipeline.palette import DASHES, MARKERS, PALETTE, style
+
 Data = dict[str, Any]
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#8C6D00")
-DASHES = ("-", "--", "-.", ":")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-# A method keeps its colour in every picture of every report; new methods are added at the end.
-METHODS = (
-    "prototypical", "cross_entropy", "dividemix", "rolt", "ldam", "elr", "rrl", "crt", "coteaching",
-    "mentornet", "har", "ncm", "ldam_drw", "aum",
-)  # fmt: skip
 GROUPS = ("many", "medium", "few")
 
 
@@ -50,17 +41,6 @@ class Run:
     label: str
     method: str
     data: Data
-
-
-def style(method: str) -> dict[str, Any]:
-    """Colour, dash and marker of a method."""
-    known = METHODS.index(method) if method in METHODS else len(METHODS) + sum(method.encode()) % 7
-    turn = known // len(PALETTE)
-    return {
-        "color": PALETTE[known % len(PALETTE)],
-        "linestyle": DASHES[turn % len(DASHES)],
-        "marker": MARKERS[known % len(MARKERS)],
-    }
 
 
 def write_figures(folder: str | Path, data: Data) -> list[Path]:

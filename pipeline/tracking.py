@@ -30,6 +30,7 @@ from typing import Any, Literal
 from pipeline import journal
 from pipeline.config import TrackingConfig
 from pipeline.journal import Journal, Record, pending, redact, redact_all, rewind
+from pipeline.palette import style
 from shards import settings
 from shards.settings import UserError
 
@@ -100,6 +101,8 @@ class Tracker(NullTracker):
         rewind(self.path, self._journal.size)
         self._began = self._first_start() or _now()
         start["tags"] |= {"mlflow.user": _user(), "mlflow.source.name": "pipeline.train", **_commit()}
+        if "method" in tags:
+            start["tags"]["mlflow.runColor"] = style(tags["method"])["color"]
         self._journal.append({**start, "time": _now()})
         self._job = start["job"]
         self._wake, self._closing = threading.Event(), threading.Event()

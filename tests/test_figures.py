@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from pipeline import figures
-from pipeline.figures import Run, style, write_figures
+from pipeline.figures import Run, write_figures
+from pipeline.palette import METHODS, style
 
 
 def data(classes: int = 10, method: str = "prototypical") -> dict[str, Any]:
@@ -74,6 +75,6 @@ def test_a_hundred_classes_and_several_runs_fit_into_one_picture() -> None:
 
 
 def test_a_method_looks_the_same_everywhere_and_no_two_known_methods_look_alike() -> None:
-    looks = [tuple(style(name).values()) for name in figures.METHODS]
+    looks = [tuple(style(name).values()) for name in METHODS]
     assert len(set(looks)) == len(looks)
     assert style("somebody's own") == style("somebody's own")
