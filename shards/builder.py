@@ -102,9 +102,9 @@ class Build:
         there = self.store.sizes()
         strange = [name for name in sorted(there) if name != RECORD and not _OURS.fullmatch(name)]
         if strange or (there and RECORD not in there):
+            first = (strange or sorted(there))[0]
             raise UserError(
-                f"{self.store} holds other files ({(strange or sorted(there))[0]}). Choose an empty or new folder "
-                "as output."
+                f"{self.store} holds other files ({first}). Choose an empty or new folder as output."
             )
         for name in there:
             self.store.remove(name)
