@@ -87,9 +87,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Wait for the last write; SaveError if it failed."""
-        failure = self._settle()
-        self._host.clear()
-        self._raise(failure)
+        self._raise(self._settle())
 
     def _settle(self) -> str | None:
         """Wait for the write under way; the sentence about it if it failed."""
