@@ -2,9 +2,9 @@
 
 A DeepSpeed engine is bound to one set of learning parameters and one optimiser. It is opened at the first
 step that needs it and closed whenever something changes underneath (other trainable parts, another stage,
-loaded state); closed means that the method is plain torch again, with whole weights, and the momentum lies here
-by name. What a checkpoint holds is read from the open engine, gathered over ranks, so it knows neither ranks nor
-ZeRO stage.
+loaded state); closed means that the method is plain torch again, with whole weights, and the momentum lies
+here by name. What a checkpoint holds is read from the open engine, gathered over ranks, so it knows neither
+ranks nor ZeRO stage.
 """
 
 from __future__ import annotations
