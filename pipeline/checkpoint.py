@@ -177,19 +177,19 @@ class Checkpointer:
     def _load(self, names: list[str] | None) -> Loaded | None:
         found: Snapshot | None = None
         refused: dict[str, str] = {}
-        problem: str | None = None
+        problem: UserError | None = None
         self._warn(self._settle())
         if self.world.leads:
             try:
                 found, refused = choose(self.store, names or snapshot.listed(self.store))
             except UserError as error:
-                problem = str(error)
+                problem = error
             self._refused |= set(refused)
             for sentence in refused.values():
                 log.warning(sentence)
         problem, refused = self.world.share((problem, refused))
         if problem:
-            raise UserError(problem)
+            raise problem
         found = self._spread(found)
         self.newest = found.name if found else None
         return Loaded(found.name, found.step, found.tree, found.best, [*refused.values()]) if found else None

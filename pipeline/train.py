@@ -12,6 +12,7 @@ from pipeline import preemption
 from pipeline.config import Config
 from pipeline.outcome import record, watched
 from shards.settings import UserError, flatten, run
+from shards.storage import Unreachable
 
 if TYPE_CHECKING:
     from pipeline.tracking import Status
@@ -56,7 +57,7 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         if world.leads or not watched():  # the entry tells what only another rank found
             print(f"error: {error}", file=sys.stderr)
-        return record("refused", str(error))
+        return record("failed" if isinstance(error, Unreachable) else "refused", str(error))
     except Exception as error:
         sentence = explain(error, world.rank, trainer and trainer.at, config.train.timeout)
         log.error(sentence)
@@ -108,17 +109,17 @@ def _on_lead_first(config: Config, world: Any) -> tuple[str, Path]:
     from pipeline import outputs
     from shards.build import ensure
 
-    said: dict[str, str] | None = None
+    said: tuple[str, str] | UserError | None = None
     if world.leads:
         try:
             folder = outputs.make_folder(config)
-            said = {"url": ensure(config.shards), "folder": str(folder)}
+            said = (ensure(config.shards), str(folder))
         except UserError as error:
-            said = {"error": str(error)}
+            said = error
     said = world.share(said)
-    if "error" in said:
-        raise UserError(said["error"])
-    return said["url"], Path(said["folder"])
+    if isinstance(said, UserError):
+        raise said
+    return said[0], Path(said[1])
 
 
 def _tracker(config: Config, world: Any, folder: Path, train: Any, state: dict[str, Any] | None) -> Any:

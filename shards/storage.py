@@ -44,6 +44,10 @@ def _filesystem(scheme: str, process: int) -> Any:
         raise UserError(f"{scheme}:// needs another package: {error}{extra}.") from None
 
 
+class Unreachable(UserError):
+    """A store that does not answer now, and may answer later: unlike other UserErrors, worth another try."""
+
+
 def patiently(action: Callable[[], T], what: str, deadline: float = 60.0) -> T:
     """Do it, again with growing pauses if it fails, until the deadline; what cannot improve fails at once."""
     end = time.monotonic() + deadline
@@ -64,7 +68,7 @@ def patiently(action: Callable[[], T], what: str, deadline: float = 60.0) -> T:
             if getattr(error, "errno", None) == errno.ENOSPC:
                 raise
             if time.monotonic() + pause > end:
-                raise UserError(
+                raise Unreachable(
                     f"{what} could not be had within {deadline:g} s: {text}. Try again later."
                 ) from None
         time.sleep(pause * random.uniform(0.5, 1.5))

@@ -22,6 +22,7 @@ from pipeline import train as command
 from pipeline.trainer import Trainer
 from pipeline.trouble import explain
 from pipeline.world import World
+from shards import storage
 from shards.build import ensure
 from shards.config import BuildConfig
 from shards.settings import UserError
@@ -76,6 +77,18 @@ def test_addresses_that_could_run_something_or_carry_secrets_are_refused(
     code, said = ends_with([*TINY, f"shards.url={url}", f"output={output}"], capsys)
     assert code == 2
     assert "secret" not in said
+
+
+def test_a_store_that_does_not_answer_is_worth_another_try(
+    output: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "y")
+    monkeypatch.setattr(storage.patiently, "__defaults__", (0.5,))
+    code, said = ends_with([*TINY, "shards.url=s3://bucket/x", f"output={output}"], capsys)
+    assert code == 1
+    assert "Try again later" in said
 
 
 # -- pictures --------------------------------------------------------------------------------------

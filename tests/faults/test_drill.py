@@ -1,4 +1,4 @@
-"""The long drills: twenty kills at random moments; a judge from outside that kills at file events of a save."""
+"""The long drills: twenty kills at random moments; a judge from outside, killing at file events of a save."""
 
 from __future__ import annotations
 

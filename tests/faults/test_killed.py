@@ -5,9 +5,11 @@ All of it is one training on two ranks, disturbed six times; in the end it must 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,7 @@ from test_stop_anywhere import leg
 
 from pipeline.config import Config
 
+pytest_plugins = ["mlflow_fixtures"]
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 TWO = ["--nproc-per-node=2", "--monitor-interval=0.1"]
 WORDS = [*PLAIN, "data.size=16", "train.epochs=10", "checkpoint.every_steps=2", "checkpoint.every_epochs=0"]
@@ -87,15 +90,24 @@ def test_whatever_is_killed_the_run_ends_as_if_nothing_had_happened(
     assert json.loads((output / "summary.json").read_text())["epochs"] == 10
 
 
-def test_a_stop_file_a_deadline_and_signals_end_a_plain_run_with_75(small: str, output: Path) -> None:
-    """One rank without torchrun: the exit code is that of the process itself."""
+def test_a_stop_file_a_deadline_and_signals_end_a_plain_run_with_75(
+    small: str, output: Path, database: Path
+) -> None:
+    """One rank without torchrun: the exit code is that of the process itself. MLflow hears of it."""
+    tracked = f"tracking.uri=sqlite:///{database}"
+
+    def runs() -> list[tuple[str]]:
+        with contextlib.closing(sqlite3.connect(database)) as connection:
+            return connection.execute("select status from runs").fetchall()
+
     config: Config = settings(small, output, base=WORDS)
     words = [*WORDS, f"shards.url={small}", f"output={config.output}", "train.epochs=60"]
     output.mkdir()
     (output / "stop").touch()
-    job = Job([*words, "checkpoint.every_steps=1"], module="pipeline.train")
+    job = Job([*words, tracked, "checkpoint.every_steps=1"], module="pipeline.train")
     assert job.wait() == 75, job.said
     assert "remove it to go on" in job.said
+    assert runs() == [("KILLED",)]
     (output / "stop").unlink()
     steps = newest(output).step
 
