@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
 import json
@@ -194,6 +195,14 @@ def _fetch(name: str, root: Path, log: Log) -> None:
     if any((root / form).exists() for form in forms):
         return
     root.mkdir(parents=True, exist_ok=True)
+    with open(root / ".fetching", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several ranks may want it at once: one fetches, the others find it
+        if not any((root / form).exists() for form in forms):
+            _download(name, root, log)
+
+
+def _download(name: str, root: Path, log: Log) -> None:
+    published = SETS[name]
     target = root / published.archive
     temporary = target.with_suffix(".part")
     try:
