@@ -1,4 +1,4 @@
-"""What every rival here promises, whatever its mathematics: ranks, restarts, poor data, and that it learns."""
+"""What every rival here promises, whatever its mathematics: ranks, restarts, poor data, learning."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def course(name: str, world: World | None = None, **sections: dict[str, Any]) ->
 
 
 def train_all(world: World) -> dict[str, tuple[list[dict[str, float]], dict[str, torch.Tensor]]]:
-    """Losses of every step and all state at the end, in double precision so that rounding does not grow into a doubt."""
+    """Losses of every step and all state at the end; in double precision, lest rounding grows."""
     found = {}
     for name in RIVALS:
         run = course(name, world)
@@ -49,7 +49,7 @@ def train_all(world: World) -> dict[str, tuple[list[dict[str, float]], dict[str,
 
 @pytest.mark.dist
 def test_two_ranks_compute_what_one_computes() -> None:
-    """45 samples in batches of 16: the last batch is cut unevenly. All state is compared: weights and beliefs."""
+    """45 samples in batches of 16: the last batch is cut unevenly. Weights and beliefs are compared."""
     alone = on_ranks(1, train_all)[0]
     first, second = on_ranks(2, train_all)
     for name, (losses, state) in alone.items():
@@ -98,7 +98,7 @@ POOR = {
 @pytest.mark.parametrize("case", POOR)
 def test_poor_data_is_survived(name: str, case: str) -> None:
     pictures, classes = POOR[case]
-    run = Course(small_config({"name": name, **RIVALS[name]}), pictures, classes)
+    run = Course(small_config({"name": name, **RIVALS[name]}, train={"epochs": 2}), pictures, classes)
     assert all(np.isfinite(list(found.values())).all() for found in run.steps())
     assert not any(value.isnan().any() for value in run.method.state_dict().values())
     images = torch.randn(4, 3, 8, 8)
@@ -109,23 +109,56 @@ def test_poor_data_is_survived(name: str, case: str) -> None:
             assert torch.isfinite(score).all()
         assert torch.isfinite(run.method.embeddings(images)).all()
     beliefs = run.method.beliefs()
-    known = (
-        [v for v in (beliefs.weight, beliefs.label, beliefs.clean, beliefs.score) if v is not None]
-        if beliefs
-        else []
-    )
-    assert all(len(value) == len(pictures) for value in known)
+    if beliefs:
+        known = (beliefs.weight, beliefs.label, beliefs.clean, beliefs.score)
+        assert all(value is None or len(value) == len(pictures) for value in known)
 
 
-@every_rival
+@pytest.mark.parametrize("name", ["crt", "elr_plus", "har"])
 def test_half_precision_reaches_every_weight_that_learns(name: str) -> None:
-    """Weights that were cast for a pass without gradient must not be used again for one with it."""
+    """Weights cast for a pass without gradient, or for a gradient's gradient, must still learn."""
     run = course(name, train={"epochs": 2, "precision": "bf16"}, optim={"weight_decay": 0.0, "momentum": 0.0})
     before: dict[str, torch.Tensor] = {}
     for _ in run.steps():
         after = {k: p.detach().clone() for k, p in run.method.named_parameters() if p.requires_grad}
-        moved = [k for k in after if before.keys() == after.keys() and not torch.equal(before[k], after[k])]
-        assert before.keys() != after.keys() or sum("backbone" in k for k in moved) == sum(
-            "backbone" in k for k in after
-        )
+        if before.keys() == after.keys():
+            assert not [k for k in after if torch.equal(before[k], after[k])]
         before = after
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Digits with a long tail and every fifth label wrong."""
+    from shards.build import ensure
+    from shards.config import BuildConfig
+
+    return ensure(BuildConfig(output=str(tmp_path_factory.mktemp("shards") / "digits"), rho=10, noise=0.2))
+
+
+DIGITS: dict[str, dict[str, Any]] = {
+    "ldam": {"scale": 10},
+    "ldam_drw": {"scale": 10, "reweight_start": 0.5},
+    "crt": {"classifier_part": 0.5},
+    "coteaching": {"ramp": 0.4},
+    "mentornet": {"dropout": 0.1},
+    "elr_plus": {"ema": 0.9},
+    "har": {"strength": 1, "probe_part": 0.4},
+}
+
+
+@pytest.mark.parametrize("name", sorted(RIVALS.keys() - {"ldam"}))  # LDAM-DRW is LDAM until it is late
+def test_it_learns_digits(name: str, shards: str, tmp_path: Path) -> None:
+    """Seconds of training: the loss falls, and test pictures are told apart far better than by chance."""
+    tree = {
+        "output": str(tmp_path), "shards": {"output": shards, "noise": 0.2}, "tracking": {"uri": ""},
+        "checkpoint": {"every_epochs": 0}, "data": {"batch": 32, "size": 8, "padding": 1},
+        "model": {"width": 8}, "train": {"epochs": 6}, "method": {"name": name, **DIGITS.get(name, {})},
+    }  # fmt: skip
+    trainer, _ = build(Config.model_validate(tree), World())
+    trainer.run()
+    trainer.checkpoints.close()
+    history = trainer.history
+    assert history[-1]["test/top1"] > 35
+    assert history[-1]["loss/total"] < history[0]["loss/total"]
+    if "clean/f1" in history[-1]:
+        assert history[-1]["clean/f1"] > 0.7

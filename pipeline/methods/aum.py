@@ -1,7 +1,8 @@
 """Area under the margin (Pleiss et al., NeurIPS 2020): leave out samples that behave like mislabelled ones.
 
-Two short runs measure how far, on average over the epochs, each sample's own logit lies above all others. In each run a few
-samples are moved to a class that does not exist; whoever does no better than these is left out of the training proper.
+Two short runs measure how far, on average over the epochs, each sample's own logit lies above all others. In
+each run a few samples are moved to a class that does not exist; whoever does no better than these is left
+out of the training proper.
 B rows on this rank, K classes, N training samples.
 """
 
@@ -45,8 +46,8 @@ def margins(logits_BK: Tensor, label_B: Tensor) -> Tensor:
 def believed(margin_NR: Tensor, fake_NR: Tensor, given_N: Tensor, percentile: float) -> tuple[Tensor, Tensor]:
     """(N,) bool: samples to train on, and (R,) the thresholds.
 
-    A sample goes if it lies below the threshold in every run that did not use it as a fake. A class that would lose all its
-    samples keeps them.
+    A sample goes if it lies below the threshold in every run that did not use it as a fake. A class that
+    would lose all its samples keeps them.
     """
     rows = [margin_NR[fake_NR[:, r], r].double() for r in range(margin_NR.shape[1])]
     threshold_R = torch.stack(
@@ -78,10 +79,10 @@ class AUM(OneNetwork):
         self.register_buffer("threshold", torch.zeros(RUNS, dtype=torch.float64))
         self.register_buffer("decided", torch.zeros((), dtype=torch.bool))
 
-    # -- the plan -------------------------------------------------------------------------------------------------------
+    # -- the plan ---------------------------------------------------------------------------------------
 
     def stages(self) -> list[Stage]:
-        """The runs keep the initial rate: margins count before the first drop, while wrong labels are not memorised."""
+        """The runs keep the initial rate: margins count while wrong labels are not memorised."""
         epochs = self.config.train.epochs
         length = max(1, round(self.options.probe_part * epochs))
         runs = [
@@ -117,7 +118,7 @@ class AUM(OneNetwork):
         if self.stage == RETRAINING:
             super().after_step()
 
-    # -- how it is trained ----------------------------------------------------------------------------------------------
+    # -- how it is trained ------------------------------------------------------------------------------
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         if self.stage == RETRAINING:

@@ -1,6 +1,7 @@
-"""Co-teaching (Han et al., NeurIPS 2018): two networks see the same batch; each learns from what its peer finds easy.
+"""Co-teaching (Han et al., NeurIPS 2018): two networks, each trained on what its peer finds easy.
 
-The share of samples left out rises to the noise rate, which is given or estimated. B rows on this rank, N training samples.
+The share of samples left out rises to the noise rate, which is given or estimated. B rows on this rank, N
+training samples.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class CoTeaching(TwoNetworks):
         self.register_buffer("score", torch.ones(len(data)))
         self.ramp = max(1, round(self.options.ramp * config.train.epochs))
 
-    # -- how many samples to leave out ---------------------------------------------------------------------------------
+    # -- how many samples to leave out ------------------------------------------------------------------
 
     def wants_survey(self) -> bool:
         return self.options.noise_rate is None and 0 < self.epoch <= self.ramp
@@ -43,7 +44,7 @@ class CoTeaching(TwoNetworks):
         return {str(n): self.judge(n)(images)[1] for n in range(2)}
 
     def begin_epoch(self, survey: Survey | None) -> None:
-        """Estimate the noise rate while the wrong labels are not memorised yet: the part of the losses' worse component.
+        """Estimate the noise rate, while wrong labels are not memorised yet, as the worse part of the losses.
 
         Class by class, because the losses of rare classes are large for another reason.
         """
@@ -60,7 +61,7 @@ class CoTeaching(TwoNetworks):
         """Share of each batch to leave out in this epoch."""
         return self.noise * min(1.0, self.epoch / self.ramp)
 
-    # -- how it is trained ----------------------------------------------------------------------------------------------
+    # -- how it is trained ------------------------------------------------------------------------------
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         losses = [sample_losses(self.network(n)(batch.views["weak"])[1], batch.label) for n in range(2)]

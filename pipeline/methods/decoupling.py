@@ -1,7 +1,7 @@
 """Decoupled representation and classifier (Kang et al., ICLR 2020): cRT and NCM.
 
-Both learn the representation by cross-entropy on all samples. cRT then freezes it and trains a new linear classifier on
-class-balanced samples; NCM classifies by the nearest class mean. B rows, K classes, D features.
+Both learn the representation by cross-entropy on all samples. cRT then freezes it and trains a new linear
+classifier on class-balanced samples; NCM classifies by the nearest class mean. B rows, K classes, D features.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class CRT(OneNetwork):
     def stages(self) -> list[Stage]:
         epochs = max(1, round(self.options.classifier_part * self.config.train.epochs))
         # One cycle of `restarts` is the cosine that still moves in its last epoch.
-        course = {"lr": self.options.classifier_lr, "weight_decay": self.options.classifier_weight_decay,
-                  "schedule": "restarts", "restart_epochs": epochs, "final_lr": 0.0, "warmup_epochs": 0}  # fmt: skip
-        optim = self.config.optim.model_copy(update=course)
+        course = {"schedule": "restarts", "restart_epochs": epochs, "final_lr": 0.0, "warmup_epochs": 0}
+        rates = {"lr": self.options.classifier_lr, "weight_decay": self.options.classifier_weight_decay}
+        optim = self.config.optim.model_copy(update={**course, **rates})
         return [
             Stage("representation", epochs=self.config.train.epochs, trainable=("network.",), judged=False),
             Stage("classifier", epochs=epochs, optim=optim, trainable=("balanced.",)),
@@ -121,12 +121,10 @@ class NCM(CrossEntropy):
     def scores(self, images: Tensor) -> dict[str, Tensor]:
         """Minus the squared distance to each class mean."""
         features, logits = self.judge(images)
-        near = (
-            -(
-                torch.cdist(
-                    centred(features, self.centre), self.means, compute_mode="donot_use_mm_for_euclid_dist"
-                )
-                ** 2
+        near = -(
+            torch.cdist(
+                centred(features, self.centre), self.means, compute_mode="donot_use_mm_for_euclid_dist"
             )
+            ** 2
         )
         return {"nearest_mean": near.masked_fill(~self.present, FAR), "linear": logits.float()}

@@ -1,9 +1,10 @@
 """Heteroskedastic adaptive regularisation (Cao et al., ICLR 2021).
 
-A first network, trained on half of the samples, is wrong on the other half more often in some classes than in others; rare
-classes and those get a stronger Lipschitz regulariser in the training proper:
+A first network, trained on half of the samples, is wrong on the other half more often in some classes than in
+others; those and rare classes get a stronger Lipschitz regulariser in the training proper:
     L = L_ce + strength * mean_i r(label_i) * sum_l || dL_ce / dh_il ||,
-h_il being what normalisation layer l makes of sample i before its scale and shift. Needs gradients of gradients.
+h_il being what normalisation layer l makes of sample i before its scale and shift. This needs gradients of
+gradients.
 B rows on this rank, K classes, N training samples.
 """
 
@@ -44,7 +45,7 @@ def halves(data: TrainingSet) -> np.ndarray:
 def class_strengths(
     wrong_K: Tensor, held_K: Tensor, counts_K: Tensor, error_power: float, count_power: float
 ) -> Tensor:
-    """(K,) between 0 and 1. A class nobody was held out of counts as always wrong; one without samples gets 0."""
+    """(K,) in 0..1. A class nobody was held out of counts as always wrong; one without samples gets 0."""
     error = torch.where(held_K > 0, wrong_K / held_K.clamp_min(1), 1.0)
     raw = error**error_power / counts_K.clamp_min(1) ** count_power * (counts_K > 0)
     return (raw / raw.max().clamp_min(1e-12)).float()
@@ -66,10 +67,11 @@ class HAR(OneNetwork):
         self.register_buffer("probed", torch.zeros((), dtype=torch.bool))
         if not self._norms():
             raise UserError(
-                f"model.backbone: har regularises batch or group normalisations and finds none in {config.model.backbone}. Choose another backbone or method."
+                "model.backbone: har regularises batch or group normalisations and finds none in "
+                f"{config.model.backbone}. Choose another backbone or method."
             )
 
-    # -- the plan -------------------------------------------------------------------------------------------------------
+    # -- the plan ---------------------------------------------------------------------------------------
 
     def stages(self) -> list[Stage]:
         epochs = self.config.train.epochs
@@ -94,7 +96,7 @@ class HAR(OneNetwork):
         if self.stage == MAIN:
             super().after_step()
 
-    # -- how strongly to smooth each class ------------------------------------------------------------------------------
+    # -- how strongly to smooth each class --------------------------------------------------------------
 
     def wants_survey(self) -> bool:
         return self.stage == MAIN and self.epoch == 0
@@ -116,7 +118,7 @@ class HAR(OneNetwork):
             class_strengths(wrong_K, held_K, counts, self.options.error_power, self.options.count_power)
         )
 
-    # -- how it is trained ----------------------------------------------------------------------------------------------
+    # -- how it is trained ------------------------------------------------------------------------------
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         if self.stage == PROBE:
@@ -132,8 +134,8 @@ class HAR(OneNetwork):
         return {"loss": ce + self.options.strength * har, "ce": ce, "har": har}
 
     def _regulariser(self, loss_B: Tensor, weight_B: Tensor, outputs: list[Tensor], batch: Batch) -> Tensor:
-        """The gradients belong to the MEAN loss of the global batch; they are taken of the sum and divided afterwards,
-        which half precision stands better and which is the same on any number of ranks and micro-batches.
+        """The gradients belong to the MEAN loss of the global batch. They are taken of the sum and divided
+        afterwards: half precision stands that better, and ranks and micro-batches do not matter.
         """
         with torch.autocast(loss_B.device.type, enabled=False):
             gradients = torch.autograd.grad((loss_B * weight_B).sum(), outputs, create_graph=True)

@@ -1,4 +1,4 @@
-"""LDAM and LDAM-DRW (Cao et al., NeurIPS 2019): margins that grow as a class gets rarer, and late class weights.
+"""LDAM and LDAM-DRW (Cao et al., NeurIPS 2019): margins that grow as a class gets rarer; late class weights.
 
 Counts are those of the given labels. B rows on this rank, K classes.
 """
@@ -19,14 +19,14 @@ from pipeline.world import World
 
 
 def class_margins(counts_K: np.ndarray, largest: float) -> Tensor:
-    """(K,) margins in proportion to count^(-1/4), `largest` for the rarest class that has samples; 0 for absent ones."""
+    """(K,) in proportion to count^(-1/4), `largest` for the rarest class; 0 for classes without samples."""
     present = counts_K > 0
     raw = np.where(present, np.maximum(counts_K, 1) ** -0.25, 0.0)
     return torch.from_numpy(largest * raw / max(raw.max(initial=0), 1e-12)).float()
 
 
 def class_weights(counts_K: np.ndarray, beta: float) -> Tensor:
-    """(K,) one over the effective number of samples, with mean 1 over the classes that have samples; 0 for absent ones."""
+    """(K,) one over the effective number of samples, with mean 1; 0 for classes without samples."""
     present = counts_K > 0
     counts = np.maximum(counts_K, 1).astype(np.float64)
     effective = (1 - beta**counts) / (1 - beta) if beta < 1 else counts

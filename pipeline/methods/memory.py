@@ -1,4 +1,5 @@
-"""What a method remembers of single samples: buffers by permanent index, written in every step, equal on all ranks.
+"""What a method remembers of single samples: buffers by permanent index, written in every step,
+the same on all ranks.
 
 B rows on this rank, G over all ranks, N training samples. Rows that stand for nothing are never written.
 """
@@ -30,7 +31,7 @@ def remember(memory: Tensor, batch: Batch, value_B: Tensor, world: World, keep: 
 
 @torch.no_grad()
 def places(value_B: Tensor, batch: Batch, world: World) -> tuple[Tensor, Tensor]:
-    """(B,) place of each row of this rank when the global batch is sorted, smallest first, and the number of real rows.
+    """(B,) place of each row of this rank in the sorted global batch, and how many rows of that are real.
 
     Equal values keep the order of the batch, so that all ranks and any number of them agree.
     """

@@ -1,7 +1,7 @@
-"""MentorNet with its predefined curriculum (Jiang et al., ICML 2018), as the closed-form rule the mentor is taught.
+"""MentorNet with its predefined curriculum (Jiang et al., ICML 2018), as the rule that its mentor is taught.
 
-All samples at first; then those whose loss lies below a moving percentile of the losses; in the end those above it fade out
-linearly. B rows on this rank, N training samples.
+All samples at first; then those whose loss lies below a moving percentile of the losses; in the end those
+above it fade out linearly. B rows on this rank, G over all ranks, N training samples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DROPOUT = 1  # purpose of random numbers
 
 @full_precision
 def quantile(values_G: Tensor, valid_G: Tensor, part: float) -> Tensor:
-    """The `part` quantile of the valid values, linear between neighbours; 0 without any. Asks nothing of the host."""
+    """The `part` quantile of the valid values, linear in between; 0 if none. The host is not asked."""
     ordered = torch.where(valid_G > 0, values_G, torch.inf).sort().values
     last = (valid_G > 0).sum() - 1
     position = (part * last).clamp_min(0)
