@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -70,7 +71,9 @@ def main() -> None:
     if sys.argv[1:] == ["memory"]:
         print(json.dumps(neighbour_memory(66_000)))
         return
-    memory = json.loads(subprocess.run([sys.executable, __file__, "memory"], check=True, capture_output=True, text=True).stdout)
+    memory = json.loads(
+        subprocess.run([sys.executable, __file__, "memory"], check=True, capture_output=True, text=True).stdout
+    )
     sizes = (66_000, 132_000, 264_000)
     runs: dict[int, list[float]] = {n: [] for n in sizes}
     for _ in range(5):  # interleaved, because the machine is noisy
@@ -82,7 +85,7 @@ def main() -> None:
         "neighbour_rule_66000": memory,
         "median_seconds": median,
         "quartiles": {n: statistics.quantiles(times, n=4) for n, times in runs.items()},
-        "doubling": [median[b] / median[a] for a, b in zip(sizes, sizes[1:])],
+        "doubling": [median[b] / median[a] for a, b in pairwise(sizes)],
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, load {os.getloadavg()[0]:.1f}",
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),

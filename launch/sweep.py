@@ -36,7 +36,9 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     varied = [_varied(text) for text in options.vary]
     out = Path(options.out)
-    combinations = [dict(zip([key for key, _ in varied], values)) for values in itertools.product(*(v for _, v in varied))]
+    combinations = [
+        dict(zip([key for key, _ in varied], values)) for values in itertools.product(*(v for _, v in varied))
+    ]
     jobs = {_name(words): words for words in combinations}
     settings = {name: _words(options, words, out / name) for name, words in jobs.items()}
     configs = {name: configuration.load(words) for name, words in settings.items()}  # all mistakes before any work
@@ -52,10 +54,18 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m launch.sweep", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.sweep", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--config", default="", help="config file of all runs")
     parser.add_argument("--out", required=True, help="folder for runs and table")
-    parser.add_argument("--vary", action="append", default=[], metavar="KEY=A,B,C", help="a setting and its values; method.name=all takes every method")
+    parser.add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="KEY=A,B,C",
+        help="a setting and its values; method.name=all takes every method",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each with one rank")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of all runs")
     return parser
@@ -138,12 +148,20 @@ def table(out: Path, jobs: dict[str, dict[str, str]], configs: dict[str, Config]
         groups.setdefault(tuple((k, v) for k, v in words.items() if k != "seed"), []).append(name)
     rows: list[dict[str, Any]] = []
     for key, names in groups.items():
-        found = {name: json.loads((out / name / "summary.json").read_text()) for name in names if (out / name / "summary.json").is_file()}
+        found = {
+            name: json.loads((out / name / "summary.json").read_text())
+            for name in names
+            if (out / name / "summary.json").is_file()
+        }
         row: dict[str, Any] = {**dict(key), "seeds": len(found)}
         for column in COLUMNS:
             values = [summary[column] for summary in found.values() if summary.get(column) is not None]
             if values:
-                row[column] = {"mean": mean(values), "spread": stdev(values) if len(values) > 1 else None, "values": values}
+                row[column] = {
+                    "mean": mean(values),
+                    "spread": stdev(values) if len(values) > 1 else None,
+                    "values": values,
+                }
         row["runs"] = {name: summary.get("run_id") for name, summary in found.items()}
         row["epochs"], row["recipe"] = configs[names[0]].train.epochs, configs[names[0]].recipe
         rows.append(row)
@@ -164,8 +182,14 @@ def _write(out: Path, rows: list[dict[str, Any]], argv: list[str]) -> None:
     keys = [key for key in rows[0] if key not in (*COLUMNS, "runs")]
     lines = [f"Made by `{made['command']}` on {made['date']}: {made['machine']}, torch {made['torch']}.", ""]
     lines += ["| " + " | ".join([*keys, *COLUMNS]) + " |", "|" + "---|" * (len(keys) + len(COLUMNS))]
-    lines += ["| " + " | ".join([*(str(row[key]) for key in keys), *(_cell(row.get(c), c) for c in COLUMNS)]) + " |" for row in rows]
-    lines += ["", "Mean ± standard deviation over seeds. clean_f1: F1 of finding the right labels; methods that select no samples have none."]
+    lines += [
+        "| " + " | ".join([*(str(row[key]) for key in keys), *(_cell(row.get(c), c) for c in COLUMNS)]) + " |"
+        for row in rows
+    ]
+    lines += [
+        "",
+        "Mean ± standard deviation over seeds. clean_f1: F1 of finding the right labels; methods that select no samples have none.",
+    ]
     text = "\n".join(lines) + "\n"
     (out / "results.md").write_text(text)
     print(text)

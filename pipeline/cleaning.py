@@ -41,7 +41,9 @@ class Cleaned:
     score: Tensor  # (n,) float32: confidence in the given label
 
 
-def refine(logits_NK: Tensor, given_N: Tensor, threshold: float, relabel_weight: str, min_score: float = 0.0) -> Cleaned:
+def refine(
+    logits_NK: Tensor, given_N: Tensor, threshold: float, relabel_weight: str, min_score: float = 0.0
+) -> Cleaned:
     """Keep a label whose confidence passes the threshold, else take the likeliest class (paper eq. 5 and 6).
 
     The likeliest class may be the given one all the same: such a sample is doubtful, not relabelled.

@@ -98,7 +98,9 @@ def _summarise(summed: dict[str, np.ndarray], groups: dict[str, np.ndarray]) -> 
         else:
             metrics |= {f"test/{head}/top1": accuracy(correct, total), f"test/{head}/top5": accuracy(rows[:, K], total)}
         marginal = rows[:, K + 1] / max(total.sum(), 1)
-        metrics[f"test/{head}/marginal_kl"] = float((marginal * np.log(np.maximum(marginal * K, 1e-300))).sum())  # KL from uniform
+        metrics[f"test/{head}/marginal_kl"] = float(
+            (marginal * np.log(np.maximum(marginal * K, 1e-300))).sum()
+        )  # KL from uniform
         out.marginal[head] = marginal
         out.confidence[head] = rows[:, K + 2] / np.maximum(total, 1)
     assert out is not None

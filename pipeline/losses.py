@@ -26,7 +26,10 @@ def full_precision(function: Callable[P, R]) -> Callable[P, R]:
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         device = next((a.device.type for a in args if isinstance(a, Tensor)), "cpu")
         with torch.autocast(device, enabled=False):
-            up = [a.float() if isinstance(a, Tensor) and a.is_floating_point() and a.dtype != torch.float64 else a for a in args]
+            up = [
+                a.float() if isinstance(a, Tensor) and a.is_floating_point() and a.dtype != torch.float64 else a
+                for a in args
+            ]
             return function(*up, **kwargs)  # type: ignore[arg-type]
 
     return wrapped

@@ -81,7 +81,13 @@ def finish(config: Config, trainer: Trainer, folder: Path) -> dict[str, Any] | N
     """Write everything. Called by all ranks, because the confidence on the training set is a pass of all ranks."""
     split = trainer.train_split
     confidence = evaluate(
-        trainer.method, trainer.loader.survey(), split.given, split.clean_counts, trainer.world, trainer.pulse, trainer.autocast
+        trainer.method,
+        trainer.loader.survey(),
+        split.given,
+        split.clean_counts,
+        trainer.world,
+        trainer.pulse,
+        trainer.autocast,
     ).confidence
     if not trainer.last_evaluation:  # resumed after the last epoch
         trainer.evaluate_all()
@@ -103,7 +109,9 @@ def finish(config: Config, trainer: Trainer, folder: Path) -> dict[str, Any] | N
     if config.tracking.log_model:
         from pipeline.exported import export_model
 
-        tracker.model(export_model(trainer.method, config, split.classes, folder / "model"), config.tracking.register_as)
+        tracker.model(
+            export_model(trainer.method, config, split.classes, folder / "model"), config.tracking.register_as
+        )
     return summary
 
 
@@ -120,7 +128,9 @@ def _figure_data(trainer: Trainer, test: Evaluation, confidence: dict[str, np.nd
         "confusion": test.confusion,
         "marginal": test.marginal,
         "confidence": confidence,
-        "group_f1": {group: last[f"clean/f1_{group}"] for group in ("many", "medium", "few") if f"clean/f1_{group}" in last},
+        "group_f1": {
+            group: last[f"clean/f1_{group}"] for group in ("many", "medium", "few") if f"clean/f1_{group}" in last
+        },
         "embedding": vectors,
         "embedding_labels": labels,
     }

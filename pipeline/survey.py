@@ -45,5 +45,7 @@ def take_survey(
     outputs = {name: torch.cat(parts) for name, parts in kept.items()}
     if total < world.size:  # some ranks have seen nothing and learn from the others what they would have
         shapes = world.gather_objects({name: tuple(value.shape[1:]) for name, value in outputs.items()})
-        outputs = outputs or {n: torch.zeros(0, *shape, device=world.device) for n, shape in next(filter(None, shapes)).items()}
+        outputs = outputs or {
+            n: torch.zeros(0, *shape, device=world.device) for n, shape in next(filter(None, shapes)).items()
+        }
     return Survey(index, outputs, total, world)

@@ -52,7 +52,9 @@ def main(argv: list[str]) -> int:
             trainer.tracker.finish(status)
             trainer.checkpoints.close()
         if summary:
-            log.info("best %.2f  last %.2f  in %.0f s: %s", summary["best"], summary["last"], summary["seconds"], folder)
+            log.info(
+                "best %.2f  last %.2f  in %.0f s: %s", summary["best"], summary["last"], summary["seconds"], folder
+            )
         return record("finished")
     except UserError as error:
         if world.leads or not watched():  # the entry tells what only another rank found
@@ -71,7 +73,6 @@ def build(config: Config, world: Any) -> tuple[Any, Path]:
     """Everything a run is made of, on this rank."""
     import torch
 
-    from pipeline import outputs
     from pipeline.checkpoint import Checkpointer, lock
     from pipeline.data.batch import TrainingSet
     from pipeline.methods.options import load_method
@@ -85,7 +86,12 @@ def build(config: Config, world: Any) -> tuple[Any, Path]:
     train = open_split(url, "train", cache)
     tests = {name: open_split(url, name, cache) for name in train.manifest.splits if name != "train"}
     data = TrainingSet(
-        train.given, len(train.classes), config.seed, config.data.batch, tuple(train.shard_sizes), config.data.shuffle_window
+        train.given,
+        len(train.classes),
+        config.seed,
+        config.data.batch,
+        tuple(train.shard_sizes),
+        config.data.shuffle_window,
     )
     torch.manual_seed(config.seed)
     method = load_method(config.method.name)(config, data, world)
@@ -95,7 +101,10 @@ def build(config: Config, world: Any) -> tuple[Any, Path]:
     wish = StopRequest(config.train.deadline_minutes, config.train.stop_file or str(folder / "stop"))
     lock(folder, world)
     checkpoints = Checkpointer(
-        config.checkpoint.url or str(folder / "checkpoints"), config.checkpoint.keep, world, config.checkpoint.background
+        config.checkpoint.url or str(folder / "checkpoints"),
+        config.checkpoint.keep,
+        world,
+        config.checkpoint.background,
     )
     trainer = Trainer(
         config, method, train, tests, world, checkpoints,
@@ -150,7 +159,7 @@ def _sample_log(config: Config, folder: Path, world: Any) -> Any:
     """Which samples were seen in which step, for whoever wants to count them."""
     if not config.train.sample_log:
         return None
-    file = open(folder / f"samples-rank{world.rank}.jsonl", "a", encoding="utf-8")
+    file = open(folder / f"samples-rank{world.rank}.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
 
     def write(at: Any, batch: Any) -> None:
         seen = batch.index[batch.valid > 0].tolist()

@@ -39,7 +39,6 @@ from pipeline.world import World, arrived, set_off
 from shards.reader import Split
 from shards.settings import UserError
 
-
 STEPS = "steps"  # among the summed losses: how many steps were summed
 
 
@@ -221,7 +220,9 @@ class Trainer:
 
         return take_survey(outputs, self._in_step(self.loader.survey(), outputs), len(self.train_split), self.world)
 
-    def _in_step(self, batches: Iterable[tuple[Tensor, Tensor]], look: Callable[[Tensor], Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _in_step(
+        self, batches: Iterable[tuple[Tensor, Tensor]], look: Callable[[Tensor], Any]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Own batches; after them, keep company with ranks that still have some."""
         for item in self.pulse.in_step(batches):
             if item is None:
@@ -258,7 +259,9 @@ class Trainer:
         if self.sums:
             total = self.world.sum(torch.stack(list(self.sums.values())))
             means = dict(zip(self.sums, (total / total[list(self.sums).index(STEPS)]).tolist()))
-            self.found |= {f"loss/{'total' if name == 'loss' else name}": v for name, v in means.items() if name != STEPS}
+            self.found |= {
+                f"loss/{'total' if name == 'loss' else name}": v for name, v in means.items() if name != STEPS
+            }
 
     def _look_after_step(self, batch: Batch, title: str, steps: int) -> None:
         """Every few steps, and on all ranks alike: is the training still sane?"""
@@ -283,7 +286,9 @@ class Trainer:
         rule = self.config.checkpoint
         if rule.every_steps and self.at.steps % rule.every_steps == 0:
             return True
-        return bool(rule.every_minutes and self.world.leads and time.monotonic() - self.last_save > 60 * rule.every_minutes)
+        return bool(
+            rule.every_minutes and self.world.leads and time.monotonic() - self.last_save > 60 * rule.every_minutes
+        )
 
     def _save(self, best: bool = False, wait: bool = False) -> None:
         self.last_save = time.monotonic()
@@ -318,7 +323,9 @@ class Trainer:
         self.sums = {name: self._own_sum(value) for name, value in tree["sums"].items()}
         self.clock = Clock(tree["effort"]["seconds"])
         self.images, self.train_seconds = tree["effort"]["images"], tree["effort"]["train_seconds"]
-        log.info("resuming from %s: stage %d, epoch %d, step %d", loaded.name, self.at.stage, self.at.epoch, self.at.step)
+        log.info(
+            "resuming from %s: stage %d, epoch %d, step %d", loaded.name, self.at.stage, self.at.epoch, self.at.step
+        )
         return tree["tracking"]
 
 
@@ -338,14 +345,21 @@ def check_fits(config: Config, split: Split, tree: dict[str, Any], name: str) ->
     if tree["config"]["method"]["name"] != config.method.name:
         raise UserError(f"Checkpoint {name} is one of method.name={tree['config']['method']['name']}. {advice}")
     then, now = flatten(tree["config"]), flatten(config.model_dump(mode="json"))
-    fixed = [k for k in sorted(then.keys() | now.keys()) if not any(k == m or k.startswith(m + ".") for m in MAY_CHANGE)]
+    fixed = [
+        k for k in sorted(then.keys() | now.keys()) if not any(k == m or k.startswith(m + ".") for m in MAY_CHANGE)
+    ]
     changed = [f"{key} was {then.get(key)!r}, is {now.get(key)!r}" for key in fixed if then.get(key) != now.get(key)]
     if changed:
         raise UserError(f"Checkpoint {name} was made with other settings: {'; '.join(changed[:8])}. {advice}")
 
 
 def _line(found: dict[str, float]) -> str:
-    names = {"test/top1": "top1 %.2f", "clean/f1": "clean-F1 %.3f", "clean/threshold": "threshold %.3f", "loss/total": "loss %.3f"}
+    names = {
+        "test/top1": "top1 %.2f",
+        "clean/f1": "clean-F1 %.3f",
+        "clean/threshold": "threshold %.3f",
+        "loss/total": "loss %.3f",
+    }
     shown = [text % found[key] for key, text in names.items() if key in found]
     return "  ".join([*shown, f"{found.get('time/images_per_second', 0):.0f} img/s"])
 

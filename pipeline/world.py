@@ -38,12 +38,15 @@ def arrived() -> float:
     return _arrival[0] if _arrival else time.monotonic()
 
 
+CPU = torch.device("cpu")
+
+
 @dataclass(frozen=True)
 class World:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
 
     @property
     def leads(self) -> bool:

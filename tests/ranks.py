@@ -45,4 +45,9 @@ def free_port() -> int:
 
 def worker_env() -> dict[str, str]:
     """Environment for commands started by tests: quiet, one thread, restarts that work."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    }

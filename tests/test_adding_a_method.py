@@ -22,7 +22,11 @@ def test_the_guide_leads_to_a_method_that_trains(tmp_path, digits) -> None:
     blocks = re.findall(r"`((?:pipeline|tests)/\w+(?:/\w+)?\.py)`[^`]*?(?:`\w+`:)?\s*```python\n(.*?)```", guide, re.S)
     blocks += re.findall(r"`(pipeline/methods/options\.py)` above `MethodOptions`:\n\n```python\n(.*?)```", guide, re.S)
     texts = dict(blocks)
-    assert set(texts) == {"pipeline/methods/label_smoothing.py", "pipeline/methods/options.py", "tests/test_label_smoothing.py"}
+    assert set(texts) == {
+        "pipeline/methods/label_smoothing.py",
+        "pipeline/methods/options.py",
+        "tests/test_label_smoothing.py",
+    }
     options = tmp_path / "pipeline/methods/options.py"
     source = options.read_text()
     block = texts.pop("pipeline/methods/options.py")
@@ -31,7 +35,15 @@ def test_the_guide_leads_to_a_method_that_trains(tmp_path, digits) -> None:
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
     words = ["method.name=label_smoothing", "method.doubt=0.2", "train.epochs=1", "data.batch=128", "tracking.uri="]
-    run = [sys.executable, "-m", "pipeline.train", *words, f"shards.url={digits}", "output=run", "tracking.log_model=false"]
+    run = [
+        sys.executable,
+        "-m",
+        "pipeline.train",
+        *words,
+        f"shards.url={digits}",
+        "output=run",
+        "tracking.log_model=false",
+    ]
     environment = {**worker_env(), "PYTHONPATH": str(tmp_path)}
     subprocess.run(run, cwd=tmp_path, env=environment, check=True, timeout=200)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["method"] == "label_smoothing"

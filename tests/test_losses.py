@@ -65,7 +65,10 @@ def test_a_batch_without_weight_gives_zero_and_finite_gradients() -> None:
 
 def test_zero_embeddings_give_finite_losses() -> None:
     z = torch.zeros(4, 5, requires_grad=True)
-    loss = instance_contrastive(z, z, torch.ones(4), 0.3, World(), (4,)) + prototype_logits(z, torch.zeros(3, 5), 0.3).sum()
+    loss = (
+        instance_contrastive(z, z, torch.ones(4), 0.3, World(), (4,))
+        + prototype_logits(z, torch.zeros(3, 5), 0.3).sum()
+    )
     loss.backward()
     assert torch.isfinite(loss)
     assert torch.isfinite(z.grad).all()

@@ -78,7 +78,9 @@ def test_later_settings_win_and_recipes_lie_between(tmp_path) -> None:
 
 
 def test_every_setting_has_a_meaning() -> None:
-    missing = [key for key, kind, _, meaning in settings.walk(Config) if kind and not meaning and not key.endswith("name")]
+    missing = [
+        key for key, kind, _, meaning in settings.walk(Config) if kind and not meaning and not key.endswith("name")
+    ]
     assert missing == []
 
 

@@ -7,12 +7,27 @@ import pytest
 from launch import sweep
 from shards.settings import UserError
 
-QUICK = ["train.epochs=1", "data.batch=128", "tracking.uri=", "tracking.log_model=false", "tracking.system_metrics=false"]
+QUICK = [
+    "train.epochs=1",
+    "data.batch=128",
+    "tracking.uri=",
+    "tracking.log_model=false",
+    "tracking.system_metrics=false",
+]
 
 
 def test_a_sweep_makes_one_row_for_all_seeds(digits, tmp_path, capsys) -> None:
     out = tmp_path / "sweep"
-    words = ["--out", str(out), "--vary", "method.name=cross_entropy", "--vary", "seed=0,1", f"shards.url={digits}", *QUICK]
+    words = [
+        "--out",
+        str(out),
+        "--vary",
+        "method.name=cross_entropy",
+        "--vary",
+        "seed=0,1",
+        f"shards.url={digits}",
+        *QUICK,
+    ]
     assert sweep.main(words) == 0
     made = json.loads((out / "results.json").read_text())
     (row,) = made["rows"]

@@ -38,7 +38,10 @@ class StopAt:
         return "the test said so" if self.left < 0 else None
 
 
-def run_to_end(config: configuration.Config, world: World = World(), looks: int | None = None) -> dict[str, Any]:
+ALONE = World()
+
+
+def run_to_end(config: configuration.Config, world: World = ALONE, looks: int | None = None) -> dict[str, Any]:
     """What a run ends with; with `looks`, it is stopped there and the rest is done by a second trainer."""
     seen: list[Any] = []
 
@@ -141,7 +144,12 @@ def look_and_believe(world: World, url: str, folder: str) -> dict[str, Any]:
     state = trainer.method.state_dict()
     names = ("prototypes", "current", "weight", "refined", "clean", "flagged")
     found = trainer.evaluate_all()["test"]
-    return {**{n: state[n].clone() for n in names}, "confusion": found.confusion, "test": found.metrics, "clean_": trainer.found}
+    return {
+        **{n: state[n].clone() for n in names},
+        "confusion": found.confusion,
+        "test": found.metrics,
+        "clean_": trainer.found,
+    }
 
 
 @pytest.mark.dist

@@ -114,7 +114,9 @@ class Method(nn.Module):
 class OneNetwork(Method):
     """A method with one network and, if asked for, a moving average of it that does the judging."""
 
-    def __init__(self, config: Config, data: TrainingSet, world: World, embed: bool = False, cosine: bool = False) -> None:
+    def __init__(
+        self, config: Config, data: TrainingSet, world: World, embed: bool = False, cosine: bool = False
+    ) -> None:
         super().__init__(config, data, world)
         self.network = Network(config.model, data.classes, embed, cosine)
         self.average = Average(self.network, config.model.ema) if config.model.ema else None

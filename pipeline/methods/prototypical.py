@@ -59,7 +59,9 @@ class Prototypical(OneNetwork):
 
     def stages(self) -> list[Stage]:
         # The projector has no loss in the warm-up; both stages share one optimiser, as in the released code.
-        warmup = Stage("warm-up", steps=self.options.warmup_steps, constant_lr=True, trainable=("network.backbone", "network.head"))
+        warmup = Stage(
+            "warm-up", steps=self.options.warmup_steps, constant_lr=True, trainable=("network.backbone", "network.head")
+        )
         learns = ("network.backbone", "network.projector") + (("network.head",) if self.options.cross_entropy else ())
         return [warmup, Stage("train", epochs=self.config.train.epochs, fresh_optimizer=False, trainable=learns)]
 
@@ -89,7 +91,10 @@ class Prototypical(OneNetwork):
         basis = (self._prototype_labels().clone(), self.weight.clone())
         self.prototypes.copy_(self._prototypes_of(survey))
         given = self._given(survey.index)
-        scores = {"prototype": prototype_logits(survey["z"], self.prototypes, self.options.temperature), "linear": survey["linear"]}
+        scores = {
+            "prototype": prototype_logits(survey["z"], self.prototypes, self.options.temperature),
+            "linear": survey["linear"],
+        }
         told = {head: survey.everywhere(given_confidence(logits, given)) for head, logits in scores.items()}
         if self.cleaning_now:
             self._clean(survey, scores["prototype"], given)
@@ -162,10 +167,14 @@ class Prototypical(OneNetwork):
         parts: dict[str, Tensor] = {}
         trusted = self.options.weighted_ce
         if self.options.cross_entropy:
-            parts["ce"] = cross_entropy(logits, label if trusted else batch.label, weight if trusted else batch.valid, self.world)
+            parts["ce"] = cross_entropy(
+                logits, label if trusted else batch.label, weight if trusted else batch.valid, self.world
+            )
         if self.options.contrastive:
             z, z_strong = self.network.embed(features), self.network.embed(self.network(batch.views["strong"])[0])
-            parts["cc"] = instance_contrastive(z, z_strong, batch.valid, self.options.temperature, self.world, batch.rows)
+            parts["cc"] = instance_contrastive(
+                z, z_strong, batch.valid, self.options.temperature, self.world, batch.rows
+            )
         parts["pc"] = self._prototype_loss(batch, label, weight)
         loss = (
             self.options.cross_entropy * parts.get("ce", 0.0)
@@ -180,12 +189,16 @@ class Prototypical(OneNetwork):
         target = F.one_hot(label, self.data.classes).float().repeat(len(views), 1)
         weights = weight.repeat(len(views))
         images = torch.cat(views)
-        if self.options.mixup and (self.cleaning_now or self.options.mixup_before_cleaning or not self.options.cleaning):
+        if self.options.mixup and (
+            self.cleaning_now or self.options.mixup_before_cleaning or not self.options.cleaning
+        ):
             lam = mixing.coefficient(batch, self.options.mixup, MIX_COEFFICIENT)
             partner = mixing.partners(batch, len(views), MIX_PARTNER)
             images, target, weights = (mixing.mix(v, partner, lam) for v in (images, target, weights))
         z = self.network.embed(self.network(images)[0])
-        return soft_cross_entropy(prototype_logits(z, self.prototypes, self.options.temperature), target, weights, self.world)
+        return soft_cross_entropy(
+            prototype_logits(z, self.prototypes, self.options.temperature), target, weights, self.world
+        )
 
     # -- what it says ---------------------------------------------------------------------------------------------------
 

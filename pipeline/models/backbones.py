@@ -48,14 +48,20 @@ def _load_weights(backbone: nn.Module, path: str) -> None:
     from safetensors.torch import load_file
 
     if not Path(path).is_file() or not path.endswith(".safetensors"):
-        raise UserError(f"model.pretrained: {path} is not a .safetensors file on this machine. Convert the weights first; pickles are never loaded.")
+        raise UserError(
+            f"model.pretrained: {path} is not a .safetensors file on this machine. Convert the weights first; pickles are never loaded."
+        )
     weights = load_file(path)
     try:
         missing, unexpected = backbone.load_state_dict(weights, strict=False)
     except RuntimeError as error:
-        raise UserError(f"model.pretrained: {path} holds weights of other shapes. {str(error).splitlines()[-1].strip()}") from None
+        raise UserError(
+            f"model.pretrained: {path} holds weights of other shapes. {str(error).splitlines()[-1].strip()}"
+        ) from None
     if missing:
-        raise UserError(f"model.pretrained: {path} lacks {len(missing)} weights of the backbone, for example {missing[0]}. Use weights of the same architecture.")
+        raise UserError(
+            f"model.pretrained: {path} lacks {len(missing)} weights of the backbone, for example {missing[0]}. Use weights of the same architecture."
+        )
     del unexpected  # a head beside the backbone is normal in published weights
 
 
@@ -76,10 +82,14 @@ def _checkpoint_activations(backbone: nn.Module, name: str) -> None:
 
     if not any(type(m).__name__ in repeated for m in backbone.modules()):
         if hasattr(backbone, "set_grad_checkpointing"):
-            backbone.set_grad_checkpointing(True)
+            backbone.set_grad_checkpointing(True)  # type: ignore[operator]
             return
-        raise UserError(f"model.checkpoint_activations: {name} has no blocks known to be repeated. Switch it off, or use gradient accumulation (optim.accumulate).")
-    apply_activation_checkpointing(backbone, checkpoint_wrapper_fn=wrap, check_fn=lambda m: type(m).__name__ in repeated)
+        raise UserError(
+            f"model.checkpoint_activations: {name} has no blocks known to be repeated. Switch it off, or use gradient accumulation (optim.accumulate)."
+        )
+    apply_activation_checkpointing(
+        backbone, checkpoint_wrapper_fn=wrap, check_fn=lambda m: type(m).__name__ in repeated
+    )
 
 
 @contextmanager

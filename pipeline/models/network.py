@@ -63,7 +63,8 @@ class Average(nn.Module):
 
     @torch.no_grad()
     def update(self, network: nn.Module) -> None:
-        old, new = list(self.network.parameters()), list(network.parameters())
+        old: list[Tensor] = list(self.network.parameters())
+        new: list[Tensor] = list(network.parameters())
         torch._foreach_lerp_(old, new, 1 - self.decay)
         for kept, value in zip(self.network.buffers(), network.buffers()):
             kept.copy_(value)
