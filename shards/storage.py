@@ -113,8 +113,8 @@ class Store(ABC):
             return None
 
     @abstractmethod
-    def write(self, name: str, data: bytes) -> None:
-        """A small file, all of it or nothing."""
+    def write(self, name: str, data: bytes, lasting: bool = True) -> None:
+        """A small file, all of it or nothing; `lasting`: even if the power fails the next moment."""
 
     @abstractmethod
     def temporary(self) -> Path:
@@ -158,12 +158,13 @@ class LocalStore(Store):
     def _bytes(self, name: str) -> bytes:
         return (self.root / name).read_bytes()
 
-    def write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: bytes, lasting: bool = True) -> None:
         temporary = self.temporary()
         with open(temporary, "wb") as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            if lasting:
+                file.flush()
+                os.fsync(file.fileno())
         self.publish(temporary, name)
 
     def temporary(self) -> Path:
@@ -223,7 +224,7 @@ class RemoteStore(Store):
     def _bytes(self, name: str) -> bytes:
         return self._patiently(lambda: self.fs.cat_file(self.at(name)), name)
 
-    def write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: bytes, lasting: bool = True) -> None:
         if self.scheme in _ATOMIC:
             self._patiently(lambda: self.fs.pipe_file(self.at(name), data), name)
             return

@@ -26,7 +26,7 @@ def header(name: bytes, size: int) -> bytes:
 
 
 class TarWriter:
-    """Appends samples to an open, unbuffered file; knows offsets, length and sha256 when done."""
+    """Appends samples to an open file; knows offsets, length and sha256 when done."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file

@@ -117,7 +117,7 @@ def write_shard(task: Task, job: Job, step: Callable[[int], None]) -> None:
     given, true, flipped = task.given.tolist(), task.true.tolist(), task.flipped.tolist()
     temporary = store.temporary()
     try:
-        with _earlier(store, task) as earlier, open(temporary, "wb", buffering=0) as file:
+        with _earlier(store, task) as earlier, open(temporary, "wb") as file:
             tar = TarWriter(file)
             for place, (row, key) in enumerate(zip(task.rows.tolist(), task.keys)):
                 try:
@@ -145,7 +145,8 @@ def write_shard(task: Task, job: Job, step: Callable[[int], None]) -> None:
     table = pa.table(columns, schema=PART.with_metadata({"shard": known}))
     sink = pa.BufferOutputStream()
     pa.parquet.write_table(table, sink)
-    store.write(part_name(task.name), sink.getvalue().to_pybytes())
+    # Not forced to the disk, which would force out the tar before it: after a power cut, size or hash tells.
+    store.write(part_name(task.name), sink.getvalue().to_pybytes(), lasting=False)
 
 
 def _reason(error: OSError) -> str:
