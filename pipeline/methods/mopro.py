@@ -106,7 +106,8 @@ class MoPro(OneNetwork):
         if self.stage == MAIN and self.epoch <= self.first_cleaning:
             return None
         given = torch.from_numpy(self.data.given).to(self.label)
-        return Beliefs(self.used, self.label.long(), (self.kept > 0) & (self.label == given), self.score)
+        label, clean = self.label.long(), (self.kept > 0) & (self.label == given)
+        return Beliefs(self.used, label, clean, self.score, basis=(label, self.used))
 
     # -- how it is trained -----------------------------------------------------------------------------------
 

@@ -127,7 +127,8 @@ class RRL(OneNetwork):
         if not self.cleaning_now:
             return None
         score, self.score = self.score, None
-        return Beliefs(self.used, self.hard.long(), self.kept, score)
+        label = self.hard.long()
+        return Beliefs(self.used, label, self.kept, score, basis=(label, self.used))
 
     # -- how it is trained -----------------------------------------------------------------------------------
 
