@@ -27,10 +27,13 @@ SIZE, CLASSES, SAMPLES = 8, 3, 45
 class Pictures:
     """Noise, brighter in the channel of the true class; every fifth label is wrong, class 0 is largest."""
 
-    def __init__(self, samples: int = SAMPLES, classes: int = CLASSES) -> None:
-        rng = np.random.default_rng(0)
+    def __init__(self, samples: int = SAMPLES, classes: int = CLASSES, even: bool = False) -> None:
+        rng, index = np.random.default_rng(0), np.arange(samples)
         true = (rng.random(samples) ** 2 * classes).astype(np.int32)
-        self.given = np.where(np.arange(samples) % 5 == 0, (true + 1) % classes, true).astype(np.int32)
+        wrong = index % 5 == 0
+        if even:  # as many of every class, the first of each with the label of the next class
+            true, wrong = (index % classes).astype(np.int32), index < classes
+        self.given = np.where(wrong, (true + 1) % classes, true).astype(np.int32)
         pixels = rng.integers(0, 128, (samples, SIZE, SIZE, 3), dtype=np.uint8)
         pixels[np.arange(samples), :, :, true % 3] += 100
         self.encoded = [self._png(p) for p in pixels]
@@ -55,8 +58,7 @@ def small_config(method: dict[str, Any], **sections: dict[str, Any]) -> Config:
     """Group normalisation: what a row gives must not depend on which rows its rank holds."""
     return Config.model_validate(
         {
-            "data": {"batch": 16, "size": SIZE, "padding": 1, "mix_group": 4, "threads": 1}
-            | sections.get("data", {}),
+            "data": {"batch": 16, "size": SIZE, "padding": 1, "mix_group": 4, "threads": 1} | sections.get("data", {}),
             "model": {"width": 4, "norm": "group", "embedding": 6} | sections.get("model", {}),
             "optim": {"lr": 0.02, "schedule": "constant"} | sections.get("optim", {}),
             "train": {"epochs": 3} | sections.get("train", {}),
@@ -127,9 +129,7 @@ class Course:
     @torch.no_grad()
     def survey(self) -> Survey:
         self.method.eval()
-        batches = (
-            (index, images.double() if self.double else images) for index, images in self.loader.survey()
-        )
+        batches = ((index, images.double() if self.double else images) for index, images in self.loader.survey())
         survey = take_survey(self.method.survey_outputs, batches, len(self.pictures), self.world)
         if self.double:
             survey.outputs = {name: value.double() for name, value in survey.outputs.items()}
@@ -153,9 +153,7 @@ class Course:
         self.at = Place(**state["at"])
 
 
-def batch_of(
-    method: Method, rows: int, seed: int = 0, walk: int = 0, views: tuple[str, ...] = ("weak",)
-) -> Batch:
+def batch_of(method: Method, rows: int, seed: int = 0, walk: int = 0, views: tuple[str, ...] = ("weak",)) -> Batch:
     """A batch by hand, in float64, of random samples and pictures; the last row stands for nothing."""
     rng = np.random.default_rng(seed)
     index = torch.from_numpy(rng.permutation(len(method.data))[:rows])

@@ -46,9 +46,7 @@ def slow_neighbours(z: torch.Tensor, soft: list[Row], k: int) -> list[Row]:
     return out
 
 
-def slow_cleaning(
-    z: torch.Tensor, linear: torch.Tensor, given: np.ndarray, soft: list[Row] | None
-) -> dict[str, list]:
+def slow_cleaning(z: torch.Tensor, linear: torch.Tensor, given: np.ndarray, soft: list[Row] | None) -> dict[str, list]:
     """Half neighbours, half classifier; the given label is kept above 0.1, any label used above 0.6."""
 
     def keep(rows: list[Row]) -> tuple[list[Row], list[bool]]:
@@ -202,7 +200,7 @@ def test_fewer_samples_than_neighbours(samples) -> None:
 def test_a_hundred_classes_with_five_pictures_each_train() -> None:
     settings = {"name": "rrl", "cleaning_start": 0.5, "warmup_steps": 1}
     config = small_config(settings, train={"epochs": 2}, data={"batch": 256, "mix_group": 64})
-    losses = list(Course(config, Pictures(500, 100), 100).steps())
+    losses = list(Course(config, Pictures(500, 100, even=True), 100).steps())
     assert all(math.isfinite(found["loss"]) for found in losses)
 
 

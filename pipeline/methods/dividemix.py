@@ -177,9 +177,7 @@ class DivideMix(TwoNetworks):
         """(2B,) weight of each labelled row in its loss."""
         return batch.valid.repeat(2)
 
-    def semi_supervised(
-        self, logits: Tensor, target: Tensor, valid: Tensor, weight: Tensor
-    ) -> dict[str, Tensor]:
+    def semi_supervised(self, logits: Tensor, target: Tensor, valid: Tensor, weight: Tensor) -> dict[str, Tensor]:
         rows = len(weight)
         parts = {"labelled": soft_cross_entropy(logits[:rows], target[:rows], weight, self.world)}
         if len(logits) > rows:

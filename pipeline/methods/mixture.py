@@ -46,9 +46,7 @@ def posterior(values_n: np.ndarray, better: Better, fit: Fit) -> np.ndarray:
     from sklearn.mixture import GaussianMixture
     from threadpoolctl import threadpool_limits
 
-    mixture = GaussianMixture(
-        2, max_iter=fit.iterations, tol=fit.tolerance, reg_covar=fit.floor, random_state=0
-    )
+    mixture = GaussianMixture(2, max_iter=fit.iterations, tol=fit.tolerance, reg_covar=fit.floor, random_state=0)
     column = np.asarray(values_n, np.float64)[:, None]
     # One thread: the fit is small, and the others have pictures to decode.
     with threadpool_limits(1), warnings.catch_warnings():
@@ -58,9 +56,7 @@ def posterior(values_n: np.ndarray, better: Better, fit: Fit) -> np.ndarray:
     return chances[:, means.argmin() if better == "small" else means.argmax()].astype(np.float32)
 
 
-def posterior_by_class(
-    values_n: np.ndarray, label_n: np.ndarray, classes: int, better: Better, fit: Fit
-) -> np.ndarray:
+def posterior_by_class(values_n: np.ndarray, label_n: np.ndarray, classes: int, better: Better, fit: Fit) -> np.ndarray:
     """(n,) float32: a mixture of its own, over values normalised on their own, for every class."""
     out = np.ones(len(values_n), np.float32)
     for k in range(classes):

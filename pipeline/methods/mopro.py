@@ -158,9 +158,7 @@ class MoPro(OneNetwork):
     def _note(self, batch: Batch, label: Tensor, rows: Tensor) -> None:
         """Keep what is to move after the step: the loss still needs queue and prototypes as they are."""
         whole = torch.stack([batch.index, label], 1)
-        self.seen.append(
-            (self.world.gather_rows(whole, batch.rows), self.world.gather_rows(rows, batch.rows))
-        )
+        self.seen.append((self.world.gather_rows(whole, batch.rows), self.world.gather_rows(rows, batch.rows)))
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -222,13 +220,9 @@ def moved(prototypes_KD: Tensor, z_GD: Tensor, label_G: Tensor, weight_G: Tensor
 
     In closed form: a sample's part is (1 - m) m^(samples of the class after it).
     """
-    counts = (weight_G > 0)[:, None] & (
-        label_G[:, None] == label_G
-    )  # (G,G) by later sample (rows), earlier (columns)
+    counts = (weight_G > 0)[:, None] & (label_G[:, None] == label_G)  # (G,G) by later sample (rows), earlier (columns)
     after = counts.tril(-1).sum(0)
-    total = torch.zeros(len(prototypes_KD), device=label_G.device).index_add_(
-        0, label_G, (weight_G > 0).float()
-    )
+    total = torch.zeros(len(prototypes_KD), device=label_G.device).index_add_(0, label_G, (weight_G > 0).float())
     part = torch.where(weight_G > 0, (1 - momentum) * momentum ** after.double(), 0.0)
     sums = prototypes_KD.double() * momentum ** total.double()[:, None]
     return unit(sums.index_add_(0, label_G, part[:, None] * z_GD.double())).float()
