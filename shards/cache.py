@@ -22,6 +22,10 @@ from shards.settings import UserError
 from shards.storage import Store, patiently, redact
 
 
+class NoRoom(UserError):
+    """No local copy can be kept; the file itself may be fine."""
+
+
 class Cache:
     """Files of a store as local paths. Of a local store: the files themselves."""
 
@@ -85,7 +89,7 @@ class Cache:
                 if not (self._whole(path, file) and self._right(path, file)):
                     self._download(path, file)
         except OSError as error:
-            raise UserError(
+            raise NoRoom(
                 f"No copy of {redact(self.store.at(file.name))} can be kept in {self.folder}: "
                 f"{error.strerror or error}. Make room there, or set the cache's folder and max_gb."
             ) from None
@@ -140,8 +144,7 @@ class Cache:
         budget = int(self.config.max_gb * 1e9)
         if file.bytes > budget:
             raise UserError(
-                f"A shard of {file.bytes / 1e9:.2f} GB does not fit a cache of {self.config.max_gb:g} GB. "
-                "Raise max_gb."
+                f"A shard of {file.bytes / 1e9:.2f} GB does not fit a cache of {self.config.max_gb:g} GB. Raise max_gb."
             )
         end = time.monotonic() + self.config.deadline
         while True:
@@ -161,10 +164,7 @@ class Cache:
         for path in self.folder.iterdir():
             with contextlib.suppress(FileNotFoundError):
                 about = path.stat()
-                if (
-                    path.suffix in (".tmp", ".reserved")
-                    and time.time() - about.st_mtime > 4 * self.config.deadline
-                ):
+                if path.suffix in (".tmp", ".reserved") and time.time() - about.st_mtime > 4 * self.config.deadline:
                     path.unlink()  # of a process that was killed
                 elif path.suffix == ".reserved":
                     coming += about.st_size

@@ -8,6 +8,7 @@ first use on, and the next read after a bad one fails. Copies of remote shards a
 from __future__ import annotations
 
 import hashlib
+import logging
 import mmap
 import os
 import queue
@@ -22,12 +23,13 @@ import pyarrow.parquet
 from numpy.typing import NDArray
 
 from shards import manifest
-from shards.cache import Cache
+from shards.cache import Cache, NoRoom
 from shards.config import CacheConfig
 from shards.manifest import FileInfo, Manifest, ShardInfo
 from shards.settings import UserError
 from shards.storage import store_at
 
+log = logging.getLogger(__name__)
 EAGER_BYTES = 1 << 30
 _COLUMNS = ("shard", "offset", "size", "given", "true")
 
@@ -43,9 +45,7 @@ def read_manifest(url: str) -> Manifest:
     return manifest.parse(data, repr(store))
 
 
-def open_split(
-    url: str, split: str = "train", cache: CacheConfig | None = None, verify: bool = True
-) -> Split:
+def open_split(url: str, split: str = "train", cache: CacheConfig | None = None, verify: bool = True) -> Split:
     """One split of finished shards, checked as far as that is cheap."""
     about = read_manifest(url)
     if split not in about.splits:
@@ -64,6 +64,7 @@ class Split:
         self.shard_sizes = [shard.samples for shard in self.info.shards] or [self.info.samples]
         self._cache = Cache(self.store, cache, verify)
         self._maps: dict[int, mmap.mmap] = {}
+        self._streamed: set[int] = set()  # shards no copy of which can be kept
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._unchecked: queue.SimpleQueue[tuple[str, FileInfo]] | None = None
@@ -94,9 +95,14 @@ class Split:
         if self._trouble is not None:
             raise self._trouble
         shard = int(self._shard[index])
-        view = self._maps.get(shard) or self._map(shard)
         offset = int(self._offset[index])
-        return memoryview(view)[offset : offset + int(self._size[index])]
+        end = offset + int(self._size[index])
+        if shard not in self._streamed:
+            try:
+                return memoryview(self._maps.get(shard) or self._map(shard))[offset:end]
+            except NoRoom as error:
+                self._stream(shard, error)
+        return memoryview(self.store.read_range(self.info.shards[shard].name, offset, end))
 
     def will_need(self, shards: Iterable[int]) -> None:
         """Remote shards in the order they will be used; they are fetched ahead."""
@@ -210,6 +216,12 @@ class Split:
             if self.store.root is None:
                 self._forget_maps()
             return view
+
+    def _stream(self, shard: int, why: NoRoom) -> None:
+        """From now on picture by picture over the network: slow and without the shard's sha256, but it goes on."""
+        if not self._streamed:
+            log.warning("%s Until the next start pictures are read one by one from the store, which is slow.", why)
+        self._streamed.add(shard)
 
     def _open(self, shard: ShardInfo) -> mmap.mmap:
         while True:

@@ -62,15 +62,11 @@ def patiently(action: Callable[[], T], what: str, deadline: float = 60.0) -> T:
         except Exception as error:
             text = f"{error or type(error).__name__}"
             if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
-                raise UserError(
-                    f"{what} may not be read or written: {text}. Check the credentials."
-                ) from None
+                raise UserError(f"{what} may not be read or written: {text}. Check the credentials.") from None
             if getattr(error, "errno", None) == errno.ENOSPC:
                 raise
             if time.monotonic() + pause > end:
-                raise Unreachable(
-                    f"{what} could not be had within {deadline:g} s: {text}. Try again later."
-                ) from None
+                raise Unreachable(f"{what} could not be had within {deadline:g} s: {text}. Try again later.") from None
         time.sleep(pause * random.uniform(0.5, 1.5))
         pause = min(pause * 2, 15.0)
 
@@ -111,6 +107,10 @@ class Store(ABC):
             return None if size is None else self._bytes(name)
         except FileNotFoundError:
             return None
+
+    @abstractmethod
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        """A part of a file."""
 
     @abstractmethod
     def write(self, name: str, data: bytes, lasting: bool = True) -> None:
@@ -157,6 +157,11 @@ class LocalStore(Store):
 
     def _bytes(self, name: str) -> bytes:
         return (self.root / name).read_bytes()
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        with open(self.root / name, "rb") as file:
+            file.seek(start)
+            return file.read(end - start)
 
     def write(self, name: str, data: bytes, lasting: bool = True) -> None:
         temporary = self.temporary()
@@ -224,6 +229,15 @@ class RemoteStore(Store):
     def _bytes(self, name: str) -> bytes:
         return self._patiently(lambda: self.fs.cat_file(self.at(name)), name)
 
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        def ask() -> bytes:
+            data: bytes = self.fs.cat_file(self.at(name), start=start, end=end)
+            if len(data) != end - start:
+                raise OSError(f"{len(data)} of {end - start} bytes arrived")
+            return data
+
+        return self._patiently(ask, name)
+
     def write(self, name: str, data: bytes, lasting: bool = True) -> None:
         if self.scheme in _ATOMIC:
             self._patiently(lambda: self.fs.pipe_file(self.at(name), data), name)
@@ -272,13 +286,9 @@ def store_at(url: str) -> Store:
         known = ", ".join(SCHEMES)
         raise UserError(f"'{redact(url)}': shards are not read from {scheme}:// URLs. Known: {known}.")
     if not scheme and re.match(r"[a-z]+:", url):
-        raise UserError(
-            f"'{redact(url)}' is neither a folder nor a URL. Write a path, or s3://bucket/folder."
-        )
+        raise UserError(f"'{redact(url)}' is neither a folder nor a URL. Write a path, or s3://bucket/folder.")
     if scheme and "@" in urlsplit(url).netloc:
-        raise UserError(
-            f"{redact(url)} carries a password. Give credentials by environment variables instead."
-        )
+        raise UserError(f"{redact(url)} carries a password. Give credentials by environment variables instead.")
     if scheme in ("", "file"):
         return LocalStore(urlsplit(url).path if scheme else url)
     return RemoteStore(url, scheme)

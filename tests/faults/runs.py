@@ -64,9 +64,7 @@ def make(config: Config) -> Trainer:
     return trainer
 
 
-def train(
-    config: Config, stop_at: int = 0, prepare: Callable[[Trainer], object] | None = None
-) -> tuple[Trainer, int]:
+def train(config: Config, stop_at: int = 0, prepare: Callable[[Trainer], object] | None = None) -> tuple[Trainer, int]:
     """Train to the end or to the given beat; the trainer and the beats it took."""
     trainer = make(config)
     wish = Counting(stop_at)
@@ -95,9 +93,7 @@ def let_go() -> None:
 def truth(output: Path) -> dict[str, Any]:
     """What must be equal between a disturbed and an undisturbed run: weights, beliefs, momentum, metrics."""
     tree = read_checkpoint(output).tree
-    history = [
-        {key: value for key, value in past.items() if not key.startswith("time/")} for past in tree["history"]
-    ]
+    history = [{key: value for key, value in past.items() if not key.startswith("time/")} for past in tree["history"]]
     return {
         "method": tree["method"],
         "engine": tree["engine"],
@@ -110,16 +106,12 @@ def differences(one: Any, other: Any, place: str = "") -> list[str]:
     """Where two trees differ in any bit."""
     if isinstance(one, dict) and isinstance(other, dict):
         keys = one.keys() | other.keys()
-        return [
-            d for key in sorted(keys) for d in differences(one.get(key), other.get(key), f"{place}/{key}")
-        ]
+        return [d for key in sorted(keys) for d in differences(one.get(key), other.get(key), f"{place}/{key}")]
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         return [d for i, (a, b) in enumerate(zip(one, other)) for d in differences(a, b, f"{place}/{i}")]
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         alike = (
-            one.dtype == other.dtype
-            and one.shape == other.shape
-            and one.numpy().tobytes() == other.numpy().tobytes()
+            one.dtype == other.dtype and one.shape == other.shape and one.numpy().tobytes() == other.numpy().tobytes()
         )
         return [] if alike else [place]
     return [] if repr(one) == repr(other) else [f"{place}: {one!r} {other!r}"]
@@ -149,9 +141,7 @@ def lost_or_repeated(output: Path, n: int) -> list[str]:
         epochs.setdefault((stage, epoch), []).extend(seen)
     last = max(stage for stage, _ in epochs)
     return [
-        f"{at}: {len(seen)} of {n}"
-        for at, seen in epochs.items()
-        if at[0] == last and sorted(seen) != list(range(n))
+        f"{at}: {len(seen)} of {n}" for at, seen in epochs.items() if at[0] == last and sorted(seen) != list(range(n))
     ]
 
 
@@ -223,9 +213,7 @@ def wait_for_step(output: Path, steps: int, timeout: float = 300, job: Job | Non
 def descendants(pid: int) -> list[int]:
     try:
         children = [
-            int(c)
-            for task in Path(f"/proc/{pid}/task").iterdir()
-            for c in (task / "children").read_text().split()
+            int(c) for task in Path(f"/proc/{pid}/task").iterdir() for c in (task / "children").read_text().split()
         ]
     except OSError:
         return []

@@ -72,9 +72,7 @@ FOREIGN: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("what", FOREIGN)
-def test_a_checkpoint_of_another_training_is_refused_with_the_differences(
-    small: str, run: Path, what: str
-) -> None:
+def test_a_checkpoint_of_another_training_is_refused_with_the_differences(small: str, run: Path, what: str) -> None:
     words, sentence = FOREIGN[what]
     base = [word for word in TINY if not (what == "another method" and word.startswith("method."))]
     with pytest.raises(UserError) as refused:
@@ -96,9 +94,7 @@ def test_a_newer_format_is_refused(small: str, run: Path) -> None:
 
 
 def test_what_does_not_change_the_training_may_change(small: str, run: Path) -> None:
-    train(
-        settings(small, run, "data.threads=2", "checkpoint.keep=5", "train.log_every=1", "train.timeout=99")
-    )
+    train(settings(small, run, "data.threads=2", "checkpoint.keep=5", "train.log_every=1", "train.timeout=99"))
 
 
 def test_checkpoints_that_cannot_be_written_are_refused_before_training(small: str, output: Path) -> None:

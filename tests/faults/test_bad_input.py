@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -13,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkpoints import SmallDisk
+from checkpoints import small_disk as small_disk
 from PIL import Image
 from ranks import on_ranks
 from runs import PLAIN, TINY, differences, let_go, lost_or_repeated, make, samples, settings, train, truth
@@ -77,6 +80,21 @@ def test_addresses_that_could_run_something_or_carry_secrets_are_refused(
     code, said = ends_with([*TINY, f"shards.url={url}", f"output={output}"], capsys)
     assert code == 2
     assert "secret" not in said
+
+
+def test_a_cache_without_room_is_told_once_and_pictures_are_streamed(
+    small: str, output: Path, undisturbed: Path, small_disk: SmallDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"memory://{output.parent.name}"
+    store: Any = storage.store_at(url)
+    store.fs.put(small, url, recursive=True)
+    cache = small_disk.path / "cache"
+    with contextlib.ExitStack() as trouble:
+        full = small_disk.full(str(cache))
+        train(settings(url, output, f"data.cache={cache}"), prepare=lambda _: trouble.enter_context(full))
+    assert caplog.text.count("read one by one from the store") == 2  # once for each split
+    assert differences(truth(undisturbed), truth(output)) == []
+    store.fs.rm(url, recursive=True)
 
 
 def test_a_store_that_does_not_answer_is_worth_another_try(
@@ -155,9 +173,7 @@ def test_control_characters_in_class_names_do_not_reach_the_terminal(
 # -- numbers and memory ----------------------------------------------------------------------------
 
 
-def test_a_loss_that_stays_infinite_stops_the_run_with_step_samples_and_checkpoint(
-    small: str, output: Path
-) -> None:
+def test_a_loss_that_stays_infinite_stops_the_run_with_step_samples_and_checkpoint(small: str, output: Path) -> None:
     words = [
         "optim.lr=1e30",
         "train.max_bad_steps=2",
@@ -188,13 +204,10 @@ def test_out_of_memory_names_the_settings_that_help() -> None:
 # -- company ---------------------------------------------------------------------------------------
 
 
-def test_a_second_job_on_the_same_folder_refuses(
-    small: str, output: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_job_on_the_same_folder_refuses(small: str, output: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output.mkdir()
     hold = (
-        "import sys, time; from pipeline.checkpoint import lock; lock(sys.argv[1]); "
-        "print(flush=True); time.sleep(99)"
+        "import sys, time; from pipeline.checkpoint import lock; lock(sys.argv[1]); print(flush=True); time.sleep(99)"
     )
     other = subprocess.Popen([sys.executable, "-c", hold, str(output)], stdout=subprocess.PIPE)
     assert other.stdout

@@ -61,7 +61,7 @@ def test_twenty_kills_at_random_moments(small: str, tmp_path: Path, count: int) 
             assert gone_within(60, ranks)  # and torchrun starts both again
         elif kind == "SIGTERM":
             job.process.send_signal(signal.SIGTERM)
-            assert job.wait() == 75, job.said
+            assert job.wait() in (75, -signal.SIGTERM), job.said  # the latter: before Python itself was up
             job = None
         else:
             kind = "launcher"

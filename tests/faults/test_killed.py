@@ -90,9 +90,7 @@ def test_whatever_is_killed_the_run_ends_as_if_nothing_had_happened(
     assert json.loads((output / "summary.json").read_text())["epochs"] == 10
 
 
-def test_a_stop_file_a_deadline_and_signals_end_a_plain_run_with_75(
-    small: str, output: Path, database: Path
-) -> None:
+def test_a_stop_file_a_deadline_and_signals_end_a_plain_run_with_75(small: str, output: Path, database: Path) -> None:
     """One rank without torchrun: the exit code is that of the process itself. MLflow hears of it."""
     tracked = f"tracking.uri=sqlite:///{database}"
 
@@ -111,9 +109,7 @@ def test_a_stop_file_a_deadline_and_signals_end_a_plain_run_with_75(
     (output / "stop").unlink()
     steps = newest(output).step
 
-    job = Job(
-        [*words, "checkpoint.every_steps=1"], module="pipeline.train"
-    )  # saving all the time when it is stopped
+    job = Job([*words, "checkpoint.every_steps=1"], module="pipeline.train")  # saving all the time when it is stopped
     wait_for_step(output, steps + 4, job=job)
     job.process.send_signal(signal.SIGUSR1)
     assert job.wait() == 75, job.said

@@ -45,9 +45,7 @@ STOPS: dict[str, Callable[[Trainer], bool]] = {
 }  # fmt: skip
 
 
-def test_stopped_in_every_phase_the_run_loses_nothing(
-    small: str, output: Path, undisturbed: Path, count: int
-) -> None:
+def test_stopped_in_every_phase_the_run_loses_nothing(small: str, output: Path, undisturbed: Path, count: int) -> None:
     config = settings(small, output)
     for name, here in STOPS.items():
         trainer = make(config)
@@ -143,9 +141,7 @@ def test_two_ranks_stop_together_and_go_on_bit_for_bit(small: str, tmp_path: Pat
 
 
 @pytest.mark.dist
-def test_on_another_number_of_ranks_the_sequence_of_samples_is_the_same(
-    small: str, tmp_path: Path, count: int
-) -> None:
+def test_on_another_number_of_ranks_the_sequence_of_samples_is_the_same(small: str, tmp_path: Path, count: int) -> None:
     """2 ranks, then 1 with more threads, then 3, which divide neither batch nor data; all inside an epoch."""
     reference, output = tmp_path / "reference", tmp_path / "run"
     for place in (reference, output):
