@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     try:
         start_logging(world.leads)
         trainer, folder = build(config, world)
-        if done := outputs.finished(folder):
+        if done := world.share(outputs.finished(folder)):  # the lead's folder counts, others may have none
             log.info("this run has finished already (best %.2f, last %.2f): %s", done["best"], done["last"], folder)
             return record("finished")
         if world.leads:
@@ -159,6 +159,7 @@ def _sample_log(config: Config, folder: Path, world: Any) -> Any:
     """Which samples were seen in which step, for whoever wants to count them."""
     if not config.train.sample_log:
         return None
+    folder.mkdir(parents=True, exist_ok=True)  # on another machine than the lead's it may not be there
     file = open(folder / f"samples-rank{world.rank}.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
 
     def write(at: Any, batch: Any) -> None:
