@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import flip, same, saved, tree_of
+from ranks import free_port
 from safetensors.torch import load_file
 
 from pipeline import snapshot
 from pipeline.checkpoint import Checkpointer, lock, read_checkpoint
 from pipeline.world import World
+from shards import storage
 from shards.settings import UserError
 from shards.storage import RemoteStore
 
@@ -121,9 +123,7 @@ def test_views_and_strides_are_saved_by_value(folder: Path) -> None:
     assert torch.equal(loaded.tree["part"], base[1:])
 
 
-@pytest.mark.parametrize(
-    "value", [{1: 2}, {"$tensor": "x"}, {"a": object()}, {"a": [b"bytes"]}, {"a": {1, 2}}]
-)
+@pytest.mark.parametrize("value", [{1: 2}, {"$tensor": "x"}, {"a": object()}, {"a": [b"bytes"]}, {"a": {1, 2}}])
 def test_what_json_cannot_hold_is_refused_at_once_with_its_place(folder: Path, value: Any) -> None:
     with pytest.raises(TypeError, match=r"checkpoint: .*'part"):
         Checkpointer(str(folder), 2, World()).save(1, {"part": value})
@@ -186,6 +186,43 @@ def test_a_checkpoint_is_found_from_the_run_the_folder_or_itself(tmp_path: Path)
         read_checkpoint(copied)
     with pytest.raises(UserError, match="There is no checkpoint in"):
         read_checkpoint(tmp_path / "nowhere")
+
+
+# -- a real object store -----------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(120)
+def test_s3_from_save_to_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    port = free_port()
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
+    server.start()
+    keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y", "AWS_DEFAULT_REGION": "us-east-1"}
+    for name, value in {**keys, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}.items():
+        monkeypatch.setenv(name, value)
+    storage._filesystem.cache_clear()
+    try:
+        with pytest.raises(UserError, match="Checkpoints cannot be written to s3://nowhere"):
+            Checkpointer("s3://nowhere/run", 2, World())
+        s3 = boto3.client("s3")
+        s3.create_bucket(Bucket="bucket")
+        checkpointer = Checkpointer("s3://bucket/run", 2, World())
+        for step in range(1, 6):
+            checkpointer.save(step, tree_of(step), best=step == 2)
+        checkpointer.close()
+        assert snapshot.listed(checkpointer.store) == ["step-000000002", "step-000000004", "step-000000005"]
+        s3.put_object(Bucket="bucket", Key="run/step-000000005/state.json", Body=b"{}")
+        s3.put_object(Bucket="bucket", Key="run/step-000000006/tensors.safetensors", Body=b"half an upload")
+        loaded = checkpointer.load()
+        assert loaded is not None
+        assert (loaded.step, len(loaded.rejected)) == (4, 2)
+        assert same(loaded.tree, tree_of(4))
+        assert read_checkpoint("s3://bucket/run", best=True).step == 2
+    finally:
+        server.stop()
+        storage._filesystem.cache_clear()
 
 
 # -- one job per folder ----------------------------------------------------------------------------

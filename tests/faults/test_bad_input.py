@@ -104,7 +104,9 @@ def test_a_store_that_does_not_answer_is_worth_another_try(
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "y")
     monkeypatch.setattr(storage.patiently, "__defaults__", (0.5,))
+    storage._filesystem.cache_clear()
     code, said = ends_with([*TINY, "shards.url=s3://bucket/x", f"output={output}"], capsys)
+    storage._filesystem.cache_clear()
     assert code == 1
     assert "Try again later" in said
 
