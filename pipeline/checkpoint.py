@@ -19,7 +19,6 @@ import os
 import shutil
 import socket
 import time
-import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
@@ -218,7 +217,7 @@ _ADVICE: dict[int | None, str] = {
 
 def _try_folder(store: Store) -> str | None:
     """Find out before training, not after the first epoch, whether checkpoints can be written at all."""
-    name = f"{TEMPORARY}probe-{uuid.uuid4().hex}"
+    name = f"{TEMPORARY}probe"
     try:
         if isinstance(store, RemoteStore):
             store.fs.pipe_file(store.at(name), b"probe")

@@ -17,7 +17,6 @@ import math
 import os
 import re
 import shutil
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,8 +178,9 @@ def write(store: Store, name: str, step: int, best: bool, tensors: dict[str, Ten
             raise
         return
     root = local(store)
-    temporary = root / f"{TEMPORARY}{name}-{uuid.uuid4().hex}"
+    temporary = root / f"{TEMPORARY}{name}"
     try:
+        shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
         temporary.mkdir(parents=True)
         _fill(lambda file: (temporary / file).open("xb"), step, best, tensors, state)
         _flush_folder(temporary)
@@ -270,7 +270,8 @@ def remove(store: Store, name: str) -> None:
         store.remove(f"{name}/{MANIFEST}")
         store.remove_folder(name)
     else:
-        trash = local(store) / f"{TEMPORARY}old-{uuid.uuid4().hex}"
+        trash = local(store) / f"{TEMPORARY}old-{name}"
+        shutil.rmtree(trash, ignore_errors=True)
         os.rename(local(store) / name, trash)
         shutil.rmtree(trash, ignore_errors=True)
 
