@@ -84,7 +84,7 @@ def test_the_loss_is_the_formula(beside, weight) -> None:
     ramp = (4.5 - 2) / 4  # two epochs of warm-up, a ramp of four, in the middle of epoch 4
     expected = slow_losses(method, batch, bool(weight), ramp)
     found = method(batch)
-    assert {name: float(value) for name, value in found.items()} == pytest.approx(expected, rel=1e-5)
+    assert {name: float(value.detach()) for name, value in found.items()} == pytest.approx(expected, rel=1e-5)
 
 
 def test_only_the_network_of_the_pass_gets_a_gradient_also_under_autocast() -> None:

@@ -6,15 +6,19 @@ sample, values that are all the same. n samples, K classes.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline.losses import full_precision
+
+if TYPE_CHECKING:
+    from threadpoolctl import ThreadpoolController
 
 Better = Literal["small", "large"]
 
@@ -44,16 +48,23 @@ def posterior(values_n: np.ndarray, better: Better, fit: Fit) -> np.ndarray:
     if len(values_n) < 2 or np.ptp(values_n) < 1e-12:
         return np.ones(len(values_n), np.float32)
     from sklearn.mixture import GaussianMixture
-    from threadpoolctl import threadpool_limits
 
     mixture = GaussianMixture(2, max_iter=fit.iterations, tol=fit.tolerance, reg_covar=fit.floor, random_state=0)
     column = np.asarray(values_n, np.float64)[:, None]
     # One thread: the fit is small, and the others have pictures to decode.
-    with threadpool_limits(1), warnings.catch_warnings():
+    with _threads().limit(limits=1), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # ten iterations need not converge
         chances = mixture.fit(column).predict_proba(column)
     means = mixture.means_[:, 0]
     return chances[:, means.argmin() if better == "small" else means.argmax()].astype(np.float32)
+
+
+@functools.cache
+def _threads() -> ThreadpoolController:
+    """Finding the libraries that have threads costs as much as a small fit; once is enough."""
+    from threadpoolctl import ThreadpoolController
+
+    return ThreadpoolController()
 
 
 def posterior_by_class(values_n: np.ndarray, label_n: np.ndarray, classes: int, better: Better, fit: Fit) -> np.ndarray:
