@@ -115,6 +115,13 @@ def finish(config: Config, trainer: Trainer, folder: Path) -> dict[str, Any] | N
     return summary
 
 
+def note_run(folder: Path, summary: dict[str, Any], run_id: str | None) -> None:
+    """A short run may end before MLflow has told its id."""
+    if run_id and summary["run_id"] != run_id:
+        summary["run_id"] = run_id
+        _write_json(folder / "summary.json", summary)
+
+
 def _figure_data(trainer: Trainer, test: Evaluation, confidence: dict[str, np.ndarray]) -> dict[str, Any]:
     split = trainer.train_split
     last = trainer.history[-1]

@@ -92,9 +92,7 @@ class Tracker(NullTracker):
             "experiment": config.experiment,
             "name": config.run_name or name,
             "params": redact_all({key: str(value) for key, value in params.items()}),
-            "tags": redact_all(
-                tags | config.tags | ({"mlflow.parentRunId": config.parent} if config.parent else {})
-            ),
+            "tags": redact_all(tags | config.tags | ({"mlflow.parentRunId": config.parent} if config.parent else {})),
         }
         start["job"], keep = self._take_over(start, state)
         self._journal = Journal(self.path, keep)
@@ -133,12 +131,11 @@ class Tracker(NullTracker):
         return {"job": self._job, "run_id": self.run_id, "offset": self._journal.size}
 
     def finish(self, status: Status, wait: float | None = None) -> bool:
-        """Without `wait`: a minute for a server that has answered so far or was never asked, else 10
-        seconds.
-        """
+        """Without `wait`: a minute after a good end; ten seconds for a job that was told to stop, or whose server
+        has not answered."""
         self._journal.append({"kind": "end", "time": _now(), "status": status})
         if wait is None:
-            wait = 60.0 if self._trouble == 0 else 10.0
+            wait = 10.0 if self._trouble or status == "KILLED" else 60.0
         self._closing.set()
         self._wake.set()
         until = time.monotonic() + wait
@@ -296,15 +293,14 @@ def replay(folder: Path, uri: str) -> int:
     for path in paths:
         with lock(path) as mine:
             if not mine:
-                raise UserError(
-                    f"{path} belongs to a job that is still running; it ships its journal itself."
-                )
+                raise UserError(f"{path} belongs to a job that is still running; it ships its journal itself.")
             kind = None
             for _, record in journal.read(path):
                 kind = record["kind"]
             if kind != "end":
                 ending = Journal(path)
-                ending.append({"kind": "end", "time": _now(), "status": "FAILED"})
+                status = "FINISHED" if (folder / "summary.json").is_file() else "FAILED"
+                ending.append({"kind": "end", "time": _now(), "status": status})
                 ending.close()
             left = pending(path)
             try:
@@ -321,18 +317,14 @@ def _uri_of(folder: Path) -> str:
     config = folder / "config.yaml"
     uri = settings.read_yaml(config).get("tracking", {}).get("uri", "") if config.is_file() else ""
     if not uri or "***" in uri:
-        raise UserError(
-            f"{folder} does not say where to; add --uri, for example --uri sqlite:///runs/mlflow.db"
-        )
+        raise UserError(f"{folder} does not say where to; add --uri, for example --uri sqlite:///runs/mlflow.db")
     return uri
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m pipeline.tracking", description=__doc__.split("\n\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser(
-        "replay", help="ship the journal of a job that ended while the server was away"
-    )
+    command = commands.add_parser("replay", help="ship the journal of a job that ended while the server was away")
     command.add_argument("folder", type=Path, help="output folder of the run")
     command.add_argument(
         "--uri", default="", help="MLflow tracking URI; default: MLFLOW_TRACKING_URI, then the run's config"

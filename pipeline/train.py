@@ -52,6 +52,7 @@ def main(argv: list[str]) -> int:
             trainer.tracker.finish(status)
             trainer.checkpoints.close()
         if summary:
+            outputs.note_run(folder, summary, trainer.tracker.run_id)
             log.info(
                 "best %.2f  last %.2f  in %.0f s: %s", summary["best"], summary["last"], summary["seconds"], folder
             )
