@@ -52,7 +52,7 @@ demo: setup ## digits, rho=10, noise 0.5: cross-entropy against the Prototypical
 	@echo; echo "Compare the runs in the MLflow UI:  $(BIN)/mlflow ui --backend-store-uri sqlite:///$(DEMO)/mlflow.db   then open http://127.0.0.1:5000"
 
 test: setup-test ## the whole suite
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" tests
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile tests
 
 lint: setup-test ## lint, format and types
 	@$(BIN)/ruff check .

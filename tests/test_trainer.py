@@ -194,7 +194,9 @@ def test_thirty_steps_follow_the_golden_curve(digits, tmp_path) -> None:
     import os
 
     losses: list[float] = []
-    trainer, _ = train.build(configured(digits, tmp_path, "train.epochs=6", "model.norm=group"), World())
+    trainer, _ = train.build(
+        configured(digits, tmp_path, "train.epochs=6", "model.norm=group", "optim.lr=0.005"), World()
+    )
     step = trainer.engine.step
 
     def watched(batch: Any, lr: float) -> Any:
@@ -211,7 +213,10 @@ def test_thirty_steps_follow_the_golden_curve(digits, tmp_path) -> None:
     if os.environ.get("EVENHAND_GOLDEN") == "write":
         file.parent.mkdir(exist_ok=True)
         file.write_text(json.dumps(losses) + "\n")
-    assert losses == pytest.approx(json.loads(file.read_text()), rel=2e-3)
+    golden = json.loads(file.read_text())
+    assert losses[:8] == pytest.approx(golden[:8], rel=1e-3)  # warm-up and the epoch before cleaning
+    # Cleaning says yes or no: on another processor a label at the threshold may fall on the other side.
+    assert losses[8:] == pytest.approx(golden[8:], rel=2e-2)
 
 
 def test_a_checkpoint_of_another_training_is_refused(digits, tmp_path) -> None:
