@@ -139,9 +139,7 @@ def _beliefs(opened: Opened, samples: int) -> dict[str, np.ndarray]:
     stage = min(opened.position["stage"], len(stages) - 1)
     ended = opened.position["stage"] > stage
     epoch = (
-        max(stages[stage].epochs, 1) - 1
-        if ended
-        else max(opened.position["epoch"] - (not opened.position["begun"]), 0)
+        max(stages[stage].epochs, 1) - 1 if ended else max(opened.position["epoch"] - (not opened.position["begun"]), 0)
     )
     method.enter(stage, epoch)
     found: dict[str, Any] = {}
@@ -194,9 +192,7 @@ def quality(findings: Findings) -> dict[str, float] | None:
     wrong = (findings.given != findings.true)[known]
     out = detection(wrong, findings.suspicious[known])
     out["noise"] = float(wrong.mean())
-    right_after = (
-        np.where(findings.suspicious, findings.suggested, findings.given)[known] == findings.true[known]
-    )
+    right_after = np.where(findings.suspicious, findings.suggested, findings.given)[known] == findings.true[known]
     out["noise after correction"] = float(1 - right_after.mean())
     area = area_under_curve(wrong, -findings.score[known])
     return out if area is None else {**out, "auc": area}
@@ -225,9 +221,7 @@ def write_tables(findings: Findings, split: Split, out: Path) -> None:
         "neighbours": pa.array(findings.neighbours, pa.list_(pa.int64())),
     }
     if known.any():
-        columns["true"] = pa.array(
-            [name if k else None for name, k in zip(names[findings.true], known)], pa.string()
-        )
+        columns["true"] = pa.array([name if k else None for name, k in zip(names[findings.true], known)], pa.string())
     table = pa.table(columns)
     pa.parquet.write_table(table, out / "audit.parquet")
     place = table.column_names.index("neighbours")
@@ -243,9 +237,7 @@ def apply(findings: Findings, opened: Opened, split: Split, test: Split | None, 
     label = np.where(findings.suspicious, findings.suggested, findings.given)
     config = opened.model.config.shards
     root = Path(config.root or (Path(config.path).parent if config.source == "list" else config.path or "."))
-    by_path = bool(config.path) and all(
-        (root / key).is_file() for key in split.keys(range(min(50, len(split))))
-    )
+    by_path = bool(config.path) and all((root / key).is_file() for key in split.keys(range(min(50, len(split)))))
     own_test = by_path and config.validation_path
     if not by_path:
         root = out / "pictures"
@@ -308,9 +300,22 @@ def report(findings: Findings, classes: list[str]) -> None:
         console.print(f"... and {len(classes) - 20} more classes in audit.html")
     judged = quality(findings)
     if judged:
-        console.print(
-            "against the true labels: " + ", ".join(f"{name} {value:.3f}" for name, value in judged.items())
-        )
+        console.print("against the true labels: " + ", ".join(f"{name} {value:.3f}" for name, value in judged.items()))
+
+
+def keep(opened: Opened, uri: str, out: Path) -> None:
+    """Store tables and page among the artifacts of the run."""
+    from pipeline.runs import tracking_uri
+    from pipeline.shipping import connect
+
+    own = opened.model.config.tracking.uri
+    uri = uri or (own if own and "***" not in own else tracking_uri())
+    if not opened.run_id:
+        raise UserError(f"{opened.name} does not say which MLflow run it belongs to. Give the run id as RUN.")
+    client, _ = connect(uri)
+    for name in ("audit.html", "audit.csv", "audit.parquet"):
+        client.log_artifact(opened.run_id, str(out / name), "audit")
+    print(f"kept with MLflow run {opened.run_id}")
 
 
 def main(argv: list[str]) -> int:
@@ -325,9 +330,7 @@ def main(argv: list[str]) -> int:
         help="suspicious: confidence in the given label at most this; default: the method's own rule",
     )
     parser.add_argument("--shards", default="", help="the run's training shards, if they have moved")
-    parser.add_argument(
-        "--per-class", type=int, default=12, help="thumbnails of each class on the page (default 12)"
-    )
+    parser.add_argument("--per-class", type=int, default=12, help="thumbnails of each class on the page (default 12)")
     parser.add_argument(
         "--apply",
         nargs="?",
@@ -337,6 +340,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--best", action="store_true", help="the best checkpoint instead of the newest")
     parser.add_argument("--uri", default="", help="MLflow tracking URI, for run ids and MLflow models")
+    parser.add_argument("--log", action="store_true", help="also keep the results with the MLflow run")
     options = parser.parse_args(argv)
     if options.threshold is not None and not 0 <= options.threshold <= 1:
         raise UserError("--threshold is a confidence: give a number from 0 to 1.")
@@ -352,6 +356,8 @@ def main(argv: list[str]) -> int:
     write_page(findings, split, opened.name, out / "audit.html", options.per_class)
     report(findings, list(split.classes))
     print(f"wrote audit.html, audit.csv and audit.parquet to {out}")
+    if options.log:
+        keep(opened, options.uri, out)
     if options.apply:
         test = opened.split("test", options.shards) if "test" in split.manifest.splits else None
         command = apply(findings, opened, split, test, out, options.apply)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ class Opened:
     model: Model
     position: dict[str, int] | None = None  # of the training, if this is a checkpoint
     shards: str = ""  # where its training data was
+    run_id: str = ""  # its MLflow run, if known
 
     def split(self, name: str, url: str = "") -> Split:
         """A split of the run's own shards, or of those at `url`; its classes must be the model's."""
@@ -58,9 +59,7 @@ def tracking_uri(uri: str = "") -> str:
     return uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
 
 
-def open_run(
-    run: str, uri: str = "", best: bool = False, shards: str = "", own_labels: bool = False
-) -> Opened:
+def open_run(run: str, uri: str = "", best: bool = False, shards: str = "", own_labels: bool = False) -> Opened:
     """The model of a run. `best`: of the best checkpoint instead of the newest.
 
     `own_labels`: what the method believes of single samples is wanted, so the training labels must be the
@@ -95,12 +94,11 @@ def _checkpoint(run: str, best: bool, shards: str, own_labels: bool) -> Opened:
     if own_labels:
         split = open_split(shards or place)
         if split.manifest.hash != tree["data"]["manifest"]:
-            raise UserError(
-                f"{run} was trained on other shards than {shards or place}. Give its own by --shards."
-            )
+            raise UserError(f"{run} was trained on other shards than {shards or place}. Give its own by --shards.")
         given = split.given
     model = restore(tree["config"], tree["data"]["classes"], given, tree["method"], _device())
-    return Opened(f"{run} ({loaded.name})", model, tree["position"], place)
+    run_id = tree.get("tracking", {}).get("run_id") or ""
+    return Opened(f"{run} ({loaded.name})", model, tree["position"], place, run_id)
 
 
 def _mlflow_run(run_id: str, uri: str, best: bool, shards: str, own_labels: bool) -> Opened:
@@ -119,8 +117,8 @@ def _mlflow_run(run_id: str, uri: str, best: bool, shards: str, own_labels: bool
     url, output = run.data.params.get("checkpoint.url", ""), run.data.params.get("output", "")
     for place in filter(None, (url, output)):
         if "://" in place or (Path(place) / "checkpoints").is_dir() or place == url:
-            return _checkpoint(place, best, shards, own_labels)
-    return _mlflow_model(f"runs:/{run_id}/model", uri)
+            return replace(_checkpoint(place, best, shards, own_labels), run_id=run_id)
+    return replace(_mlflow_model(f"runs:/{run_id}/model", uri), run_id=run_id)
 
 
 def _mlflow_model(address: str, uri: str) -> Opened:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as parquet
 import pytest
+from mlflow_store import client_of
 from trained import Trained, command
 
 from pipeline.audit import Rate, _neighbours, examine, quality
@@ -24,13 +25,11 @@ pytest_plugins = ["mlflow_fixtures"]
 @pytest.fixture(scope="module")
 def audited(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     out = tmp_path_factory.mktemp("audit")
-    done = command("pipeline.audit", trained.folder, "--out", out, "--apply")
+    done = command("pipeline.audit", trained.folder, "--out", out, "--apply", "--log")
     return out, done.stdout
 
 
-def test_every_sample_is_in_the_tables_with_what_is_thought_of_it(
-    trained: Trained, audited: tuple[Path, str]
-) -> None:
+def test_every_sample_is_in_the_tables_with_what_is_thought_of_it(trained: Trained, audited: tuple[Path, str]) -> None:
     split = open_split(trained.shards)
     table = parquet.read_table(audited[0] / "audit.parquet")
     assert table.column_names == [
@@ -43,6 +42,11 @@ def test_every_sample_is_in_the_tables_with_what_is_thought_of_it(
     assert max(table["epochs_flagged"].to_pylist()) == 2  # cleaning began in the second of three epochs
     with (audited[0] / "audit.csv").open() as file:
         assert sum(1 for _ in csv.DictReader(file)) == len(split)
+
+
+def test_the_results_are_kept_with_the_run(trained: Trained, audited: tuple[Path, str]) -> None:
+    kept = client_of(trained.uri).list_artifacts(trained.run_id, "audit")
+    assert {item.path for item in kept} == {"audit/audit.html", "audit/audit.csv", "audit/audit.parquet"}
 
 
 def test_neighbours_are_clean_samples_and_never_the_sample_itself(audited: tuple[Path, str]) -> None:
@@ -74,9 +78,7 @@ def test_the_page_is_one_file_with_pictures_rates_and_a_filter(audited: tuple[Pa
     assert "https://" not in page
 
 
-def test_the_corrected_labels_build_new_shards(
-    trained: Trained, audited: tuple[Path, str], tmp_path: Path
-) -> None:
+def test_the_corrected_labels_build_new_shards(trained: Trained, audited: tuple[Path, str], tmp_path: Path) -> None:
     line = next(line for line in audited[1].splitlines() if line.strip().startswith("python -m shards.build"))
     command("shards.build", *shlex.split(line)[3:], f"output={tmp_path / 'cleaned'}")
     before, after = open_split(trained.shards), open_split(str(tmp_path / "cleaned"))
