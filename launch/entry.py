@@ -31,9 +31,7 @@ from shards import settings
 from shards.settings import UserError
 
 WORKER = ("-m", "pipeline.train")
-SHUTDOWN_SECONDS = (
-    100  # for saving after a signal; torchrun's own 30 may be short for a large model on a slow store
-)
+SHUTDOWN_SECONDS = 100  # for saving after a signal; torchrun's own 30 may be short for a large model on a slow store
 REFUSED_GRACE = 1.0  # seconds for the other ranks to end by themselves after one of them refused
 HELP = """usage: python -m launch.entry [train options]
        python -m launch.entry [torchrun options] -- [train options]
@@ -66,9 +64,7 @@ def torchrun_options(given: list[str], env: Mapping[str, str]) -> list[str]:
     out = list(given)
     if not decided("nproc-per-node"):
         out.append(f"--nproc-per-node={'gpu' if has_gpu() else 1}")
-    if not decided(
-        "standalone", "nnodes", "rdzv-endpoint", "rdzv-backend", "master-addr", "master-port", "node-rank"
-    ):
+    if not decided("standalone", "nnodes", "rdzv-endpoint", "rdzv-backend", "master-addr", "master-port", "node-rank"):
         out.append("--standalone")  # a free port: two jobs on one machine do not meet
     if not decided("shutdown-timeout") and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in env:
         out.append(f"--shutdown-timeout={SHUTDOWN_SECONDS}")

@@ -80,12 +80,8 @@ def _rates(found: list[Rate], order: list[int], findings: Findings, classes: lis
             f"<div class='bar'><i style='left:{100 * low:.1f}%;width:{100 * (high - low):.1f}%'></i>"
             f"<b style='left:{100 * found[k].share:.1f}%'></b></div>"
         )
-        cells = [
-            f"<td class='left'>{escape(classes[k])}</td><td>{found[k].total}</td><td>{found[k].flagged}</td>"
-        ]
-        cells.append(
-            f"<td>{found[k].share:.1%}</td><td>{low:.1%} to {high:.1%}</td><td class='left'>{bar}</td>"
-        )
+        cells = [f"<td class='left'>{escape(classes[k])}</td><td>{found[k].total}</td><td>{found[k].flagged}</td>"]
+        cells.append(f"<td>{found[k].share:.1%}</td><td>{low:.1%} to {high:.1%}</td><td class='left'>{bar}</td>")
         mine = findings.given == k
         if known.any():
             rows = mine & known
@@ -94,18 +90,14 @@ def _rates(found: list[Rate], order: list[int], findings: Findings, classes: lis
         other = np.bincount(
             findings.suggested[mine & findings.suspicious & (findings.suggested != k)], minlength=len(classes)
         )
-        top = [
-            f"{escape(classes[j])} ({other[j]})" for j in np.argsort(-other, kind="stable")[:3] if other[j]
-        ]
+        top = [f"{escape(classes[j])} ({other[j]})" for j in np.argsort(-other, kind="stable")[:3] if other[j]]
         cells.append(f"<td class='left'>{', '.join(top)}</td>")
         out.append(f"<tr>{''.join(cells)}</tr>")
     return "".join(out) + "</tbody></table></div>"
 
 
 def _filter(classes: list[str]) -> str:
-    choices = "<option value=''>any</option>" + "".join(
-        f"<option>{escape(name)}</option>" for name in classes
-    )
+    choices = "<option value=''>any</option>" + "".join(f"<option>{escape(name)}</option>" for name in classes)
     return (
         "<h2>The most suspicious pictures</h2><div class='filter'>"
         f"<label>given<select id='given'>{choices}</select></label>"
@@ -142,9 +134,7 @@ def _card(row: int, key: str, findings: Findings, split: Split, classes: list[st
         f"data-score='{findings.score[row]:.4f}' data-key='{escape(key.lower())}'"
     )
     text = "<br>".join(lines) + f"<div class='key'>#{row} {escape(key)}</div>"
-    return (
-        f"<div class='card' {attributes} title='nearest clean: {escape(near)}'>{image}<div>{text}</div></div>"
-    )
+    return f"<div class='card' {attributes} title='nearest clean: {escape(near)}'>{image}<div>{text}</div></div>"
 
 
 def thumbnail(split: Split, row: int) -> tuple[str, bool]:

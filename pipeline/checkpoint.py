@@ -120,9 +120,7 @@ class Checkpointer:
     def _write(self, step: int, best: bool, tensors: dict[str, Tensor], state: bytes) -> None:
         """In the writer's thread. Whatever goes wrong becomes a sentence for the training thread to tell."""
         try:
-            taken = [
-                number for found, number in map(snapshot.key, snapshot.listed(self.store)) if found == step
-            ]
+            taken = [number for found, number in map(snapshot.key, snapshot.listed(self.store)) if found == step]
             name = f"step-{step:09d}" + (f".{max(taken) + 1}" if taken else "")
             snapshot.write(self.store, name, step, best, tensors, state)
             self.newest = name
@@ -130,9 +128,7 @@ class Checkpointer:
             number = error.errno if isinstance(error, OSError) else None
             reason = os.strerror(number) if number else f"{type(error).__name__}: {error}"
             advice = _ADVICE.get(number, "Look after the store, or set checkpoint.url to another one.")
-            self._failure = (
-                f"The checkpoint of step {step} could not be written to {self.store}: {reason}. {advice}"
-            )
+            self._failure = f"The checkpoint of step {step} could not be written to {self.store}: {reason}. {advice}"
             return
         try:
             self._prune(name)
@@ -279,9 +275,7 @@ def read_checkpoint(url: str | Path, best: bool = False) -> Loaded:
             return Loaded(store.url.rsplit("/", 1)[-1], one.step, one.tree, one.best)
         except Damaged as error:
             raise UserError(f"The checkpoint {store} cannot be used: {error}. Take another one.") from None
-    raise UserError(
-        f"There is no checkpoint in {store}. Give the output folder of a run, or a folder step-…."
-    )
+    raise UserError(f"There is no checkpoint in {store}. Give the output folder of a run, or a folder step-….")
 
 
 def _best_ones(store: Store, names: list[str]) -> list[str]:
@@ -332,8 +326,7 @@ def _take(folder: Path, patience: float) -> None:
             holder = file.read(200).strip() or "unknown"
             file.close()
             raise UserError(
-                f"Another job ({holder}) is writing to {folder}. "
-                "Wait for it, stop it, or set output to another folder."
+                f"Another job ({holder}) is writing to {folder}. Wait for it, stop it, or set output to another folder."
             )
         time.sleep(0.1)
     _held.append(file)
@@ -349,7 +342,5 @@ def _locked(file: IO[str]) -> bool:
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             return False
-        log.warning(
-            "%s cannot be locked (%s): take care not to start two jobs there.", file.name, error.strerror
-        )
+        log.warning("%s cannot be locked (%s): take care not to start two jobs there.", file.name, error.strerror)
     return True

@@ -66,9 +66,7 @@ class TorchEngine:
         optim = self.config.optim
         # Fused, because a fused step can be skipped on the device (found_inf) without asking the host.
         learn = [p for _, p in learnable(self.method)]
-        optimizer = torch.optim.SGD(
-            learn, optim.lr, optim.momentum, weight_decay=optim.weight_decay, fused=True
-        )
+        optimizer = torch.optim.SGD(learn, optim.lr, optim.momentum, weight_decay=optim.weight_decay, fused=True)
         for p in learn:  # a first momentum of zero is what SGD starts from; parts may join in a later stage
             optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
         return optimizer

@@ -53,15 +53,11 @@ class DeepSpeedEngine:
             settings = self.deepspeed.DeepSpeedConfig(self._settings(1))
         except Exception as error:  # of many kinds; ours are right, so it is about the user's
             reason = " ".join(str(error).split())
-            raise UserError(
-                f"deepspeed.config: DeepSpeed refuses {config.deepspeed.config}: {reason}"
-            ) from None
+            raise UserError(f"deepspeed.config: DeepSpeed refuses {config.deepspeed.config}: {reason}") from None
         self.stage = int(settings.zero_optimization_stage)
         self.statistics = Statistics(method, world)
         self.inner: Any = None  # the open DeepSpeed engine
-        self.untouched: list[
-            tuple[nn.Module, set[str]]
-        ] = []  # attributes every module had before it was opened
+        self.untouched: list[tuple[nn.Module, set[str]]] = []  # attributes every module had before it was opened
         self.momentum: dict[str, Tensor] = {}  # of parameters that are not in the open engine
         self.prefixes: tuple[str, ...] = ("",)
         self.scale = LossScale(enabled=config.train.precision == "fp16")
@@ -295,11 +291,7 @@ class LossScale:
             self.value, self.good = self.value * self.rule.get_growth_factor(), 0
 
     def state(self) -> dict[str, Any]:
-        return (
-            {**self.rule.state_dict(), "scale": self.value, "_growth_tracker": self.good}
-            if self.enabled
-            else {}
-        )
+        return {**self.rule.state_dict(), "scale": self.value, "_growth_tracker": self.good} if self.enabled else {}
 
     def load(self, state: dict[str, Any]) -> None:
         if self.enabled and state:
@@ -323,16 +315,12 @@ def _import(world: World) -> Any:
             "Install it with `pip install evenhand[deepspeed]`, or set engine=ddp."
         ) from None
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.filterwarnings(
-        "ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning
-    )  # its calls, not ours
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # its calls, not ours
     # A kernel for inference that it would compile for minutes at the first start on a CPU machine.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not dist.is_initialized():  # a single rank: a group of its own
         backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
-        dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60)
-        )
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
     deepspeed.init_distributed(dist_init_required=None, auto_mpi_discovery=False, verbose=False)
     return deepspeed
 
@@ -355,9 +343,7 @@ def _own_settings(path: str) -> dict[str, Any]:
     for key, setting in OURS.items():
         value = found.get(key)
         if value is not None and not (isinstance(value, dict) and value.get("enabled") is False):
-            raise UserError(
-                f"deepspeed.config: {path} sets {key}, which is decided by {setting}. Remove it there."
-            )
+            raise UserError(f"deepspeed.config: {path} sets {key}, which is decided by {setting}. Remove it there.")
     return found
 
 

@@ -28,21 +28,15 @@ def judge(opened: Opened, shards: str, name: str, world: World) -> Evaluation:
     model = opened.model
     loader = open_loader(split, model.config.data, model.config.seed, world)
     labels = split.true if (split.true >= 0).any() else split.given
-    train = split.manifest.splits.get(
-        "train", split.info
-    )  # classes are many, medium or few by the training set
+    train = split.manifest.splits.get("train", split.info)  # classes are many, medium or few by the training set
     counts = np.asarray(train.clean_counts, np.int64)
     return evaluate(model.method, loader.survey(), labels, counts, world, Pulse(world), model.autocast)
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline.evaluate", description="Judge a trained model on shards."
-    )
+    parser = argparse.ArgumentParser(prog="python -m pipeline.evaluate", description="Judge a trained model on shards.")
     parser.add_argument("run", metavar="RUN", help="output folder, checkpoint, MLflow run id or MLflow model")
-    parser.add_argument(
-        "--shards", default="", help="folder or URL of shards; default: those it was trained on"
-    )
+    parser.add_argument("--shards", default="", help="folder or URL of shards; default: those it was trained on")
     parser.add_argument(
         "--split",
         action="append",
@@ -60,13 +54,9 @@ def main(argv: list[str]) -> int:
     world = ranks.start()
     try:
         opened = open_run(options.run, options.uri, options.best)
-        names = options.split or [
-            n for n in read_manifest(options.shards or opened.shards).splits if n != "train"
-        ]
+        names = options.split or [n for n in read_manifest(options.shards or opened.shards).splits if n != "train"]
         if not names:
-            raise UserError(
-                f"{options.shards or opened.shards} has no split but train. Name it with --split train."
-            )
+            raise UserError(f"{options.shards or opened.shards} has no split but train. Name it with --split train.")
         results = {name: judge(opened, options.shards, name, world) for name in names}
     finally:
         ranks.stop()
@@ -84,13 +74,9 @@ def _print(name: str, opened: Opened, result: Evaluation) -> None:
 
     console = Console(width=None if Console().is_terminal else 100)
     shown = {
-        key.removeprefix("test/"): value
-        for key, value in result.metrics.items()
-        if "top" in key or key.count("/") == 1
+        key.removeprefix("test/"): value for key, value in result.metrics.items() if "top" in key or key.count("/") == 1
     }
-    console.print(
-        f"{opened.name} on {name}: " + "  ".join(f"{key} {value:.2f}" for key, value in shown.items())
-    )
+    console.print(f"{opened.name} on {name}: " + "  ".join(f"{key} {value:.2f}" for key, value in shown.items()))
     if len(opened.model.classes) > 20:
         return
     grid = Table()

@@ -137,13 +137,9 @@ def load_exported(folder: Path, device: torch.device | None = None) -> Model:
         facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         tensors = load_file(folder / WEIGHTS)
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"{folder} does not hold an exported model ({error}). Give a run's model folder."
-        ) from None
+        raise UserError(f"{folder} does not hold an exported model ({error}). Give a run's model folder.") from None
     if facts.get("format") != FORMAT:
-        raise UserError(
-            f"{folder} was exported in format {facts.get('format')}; this version reads {FORMAT}."
-        )
+        raise UserError(f"{folder} was exported in format {facts.get('format')}; this version reads {FORMAT}.")
     given = stand_in(facts["given_counts"])
     return restore(facts["config"], facts["classes"], given, tensors, device, set(facts["left_out"]))
 
@@ -232,9 +228,7 @@ def _upload(client: Any, run: Any, folder: Path) -> str:
 
     run_id = run.info.run_id
     signature, example = _signature(folder)
-    facts = {
-        key: value for key, value in run.data.params.items() if key in ("method.name", "seed", "train.epochs")
-    }
+    facts = {key: value for key, value in run.data.params.items() if key in ("method.name", "seed", "train.epochs")}
     model = client.create_logged_model(run.info.experiment_id, "model", run_id, params=facts)
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary) / "model"
@@ -245,9 +239,7 @@ def _upload(client: Any, run: Any, folder: Path) -> str:
             signature=signature,
             input_example=example,
             pip_requirements=_requirements(),
-            mlflow_model=mlflow.models.Model(
-                run_id=run_id, model_uuid=model.model_id, model_id=model.model_id
-            ),
+            mlflow_model=mlflow.models.Model(run_id=run_id, model_uuid=model.model_id, model_id=model.model_id),
         )
         client.log_model_artifacts(model.model_id, str(place))
     client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)

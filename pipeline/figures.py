@@ -120,9 +120,7 @@ def _label_classes(ax: Axes, data: Data, classes: np.ndarray) -> None:
 def _class_line(ax: Axes, data: Data, values: Any, **look: Any) -> None:
     values = np.asarray(values, dtype=float)
     order = _by_size(data) if _has(data, "class_counts") else np.arange(len(values))
-    ax.plot(
-        range(len(values)), values[order], markersize=4 if len(values) <= 30 else 0, linewidth=1.6, **look
-    )
+    ax.plot(range(len(values)), values[order], markersize=4 if len(values) <= 30 else 0, linewidth=1.6, **look)
 
 
 # -- pictures of one run or of several -------------------------------------------------------------
@@ -175,9 +173,7 @@ def cleaning_curves(runs: Sequence[Run]) -> Figure | None:
 def groups(runs: Sequence[Run]) -> Figure | None:
     """Accuracy and clean-F1 of many, medium and few."""
     accuracy = [{g: series(run.data, f"test/{g}")[1][-1:] for g in GROUPS} for run in runs]
-    f1 = [
-        {g: [100 * v] for g, v in (run.data.get("group_f1") or {}).items() if v is not None} for run in runs
-    ]
+    f1 = [{g: [100 * v] for g, v in (run.data.get("group_f1") or {}).items() if v is not None} for run in runs]
     panels = {"accuracy by class size": accuracy, "F1 of clean labels by class size": f1}
     panels = {title: rows for title, rows in panels.items() if any(_finite(row) for row in rows)}
     if not panels:
@@ -260,18 +256,12 @@ def class_size(runs: Sequence[Run]) -> Figure | None:
     figure, (ax,) = _new()
     for run in runs:
         look = style(run.method)
-        counts, accuracy = (
-            np.asarray(run.data[key], float) for key in ("class_counts", "per_class_accuracy")
-        )
+        counts, accuracy = (np.asarray(run.data[key], float) for key in ("class_counts", "per_class_accuracy"))
         accuracy = 100 * accuracy
-        ax.scatter(
-            counts, accuracy, s=26, color=look["color"], marker=look["marker"], label=run.label, alpha=0.8
-        )
+        ax.scatter(counts, accuracy, s=26, color=look["color"], marker=look["marker"], label=run.label, alpha=0.8)
         if len(runs) == 1 and len(counts) <= 20 and _has(run.data, "class_names"):
             for count, value, name in zip(counts, accuracy, run.data["class_names"]):
-                ax.annotate(
-                    str(name)[:12], (count, value), fontsize=7, xytext=(4, 3), textcoords="offset points"
-                )
+                ax.annotate(str(name)[:12], (count, value), fontsize=7, xytext=(4, 3), textcoords="offset points")
     ax.set(title="accuracy of each class against its size", ylabel="percent", ylim=(-3, 103), xscale="log")
     ax.set_xlabel("training pictures of the class (log scale)")
     ax.xaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
@@ -362,9 +352,7 @@ def embedding_map(data: Data) -> Figure | None:
         ax.scatter(across, up, s=14, linewidths=0, alpha=0.8, label=shown, **look)
     ax.set(title=f"test embeddings (t-SNE of {len(points)})", xticks=[], yticks=[])
     ax.spines[["left", "bottom"]].set_visible(False)
-    figure.legend(
-        *ax.get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8, markerscale=2
-    )
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8, markerscale=2)
     return figure
 
 

@@ -39,9 +39,7 @@ def find_pictures(names: Iterable[str], stdin: IO[str]) -> Iterator[Path]:
         elif path.exists():
             yield path
         else:
-            raise UserError(
-                f"There is no file {name}. Give picture files, folders, or - for a list on standard input."
-            )
+            raise UserError(f"There is no file {name}. Give picture files, folders, or - for a list on standard input.")
 
 
 def _read(path: Path) -> tuple[bytes, str]:

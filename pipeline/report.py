@@ -79,9 +79,7 @@ class Document:
 
     def notes(self, notes: Sequence[str]) -> None:
         if notes:
-            self.html.append(
-                "<ul class='note'>" + "".join(f"<li>{escape(note)}</li>" for note in notes) + "</ul>"
-            )
+            self.html.append("<ul class='note'>" + "".join(f"<li>{escape(note)}</li>" for note in notes) + "</ul>")
             self.markdown += [f"- {note}" for note in notes] + [""]
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
@@ -90,9 +88,7 @@ class Document:
         """
         self.html.append("<div class='scroll'><table><thead><tr>")
         text = [place < left or name in TEXT_COLUMNS for place, name in enumerate(header)]
-        self.html += [
-            f"<th class='{'left' if t else ''}'>{escape(name)}</th>" for t, name in zip(text, header)
-        ]
+        self.html += [f"<th class='{'left' if t else ''}'>{escape(name)}</th>" for t, name in zip(text, header)]
         self.html.append("</tr></thead><tbody>")
         for row in rows:
             cells = []
@@ -105,9 +101,7 @@ class Document:
         self.html.append("</tbody></table></div>")
         self.markdown.append("| " + " | ".join(header) + " |")
         self.markdown.append("|" + "|".join(" --- " if t else " ---: " for t in text) + "|")
-        self.markdown += [
-            "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows
-        ] + [""]
+        self.markdown += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows] + [""]
 
     def picture(self, path: Path, title: str) -> None:
         data = base64.b64encode(path.read_bytes()).decode()
@@ -244,17 +238,13 @@ def write_report(uri: str, experiments: Sequence[str], out: Path) -> list[Result
 
     runs = read_runs(uri, experiments)
     if not runs:
-        raise UserError(
-            f"There are no runs at {redact(uri)}. Train something first, or name another experiment."
-        )
+        raise UserError(f"There are no runs at {redact(uri)}. Train something first, or name another experiment.")
     out.mkdir(parents=True, exist_ok=True)
     doc = Document(out)
     title = "Evenhand report" + (f": {', '.join(experiments)}" if experiments else "")
     doc.heading(1, title)
     finished = sum(run.status == "FINISHED" for run in runs)
-    doc.text(
-        f"{finished} finished runs of {len(runs)} at {redact(uri)}. Accuracies in percent on the test set."
-    )
+    doc.text(f"{finished} finished runs of {len(runs)} at {redact(uri)}. Accuracies in percent on the test set.")
     comparison(doc, runs)
     unfinished(doc, runs)
     paper(doc, runs)
@@ -278,9 +268,7 @@ def print_comparison(runs: Sequence[Result]) -> None:
             grid.add_row(*line)
         console.print(grid)
         for row in rows:
-            console.print(
-                f"{row.label}: run {', '.join(run.run_id for run in row.runs)}", style="dim", soft_wrap=True
-            )
+            console.print(f"{row.label}: run {', '.join(run.run_id for run in row.runs)}", style="dim", soft_wrap=True)
 
 
 def main(argv: list[str]) -> int:

@@ -87,9 +87,7 @@ def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
             if found is None:
                 raise
     if found.lifecycle_stage == "deleted":
-        raise UserError(
-            f"The MLflow experiment '{name}' was deleted; restore it or choose another tracking.experiment"
-        )
+        raise UserError(f"The MLflow experiment '{name}' was deleted; restore it or choose another tracking.experiment")
     return found.experiment_id
 
 

@@ -191,9 +191,7 @@ def write(store: Store, name: str, step: int, best: bool, tensors: dict[str, Ten
         raise
 
 
-def _fill(
-    create: Callable[[str], Any], step: int, best: bool, tensors: dict[str, Tensor], state: bytes
-) -> None:
+def _fill(create: Callable[[str], Any], step: int, best: bool, tensors: dict[str, Tensor], state: bytes) -> None:
     """Write the three files, the manifest last."""
     files = {TENSORS: _put(create(TENSORS), stream_tensors(tensors)), STATE: _put(create(STATE), [state])}
     manifest: Tree = {"format": FORMAT, "step": step, "best": best, "files": files}

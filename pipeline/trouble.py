@@ -28,8 +28,5 @@ def explain(error: BaseException, rank: int, where: object, timeout: float) -> s
             f"be reached. {AGAIN} ({text[:200]})"
         )
     if any(word in low for word in GONE):
-        return (
-            f"{place}: another rank went away during {operation}; its own output says why. {AGAIN} "
-            f"({text[:200]})"
-        )
+        return f"{place}: another rank went away during {operation}; its own output says why. {AGAIN} ({text[:200]})"
     return f"{place}: {text[:500]}"

@@ -100,9 +100,7 @@ def _largest(split: Split) -> int:
         largest = max(largest, len(data))
         with Image.open(io.BytesIO(data)) as image:
             if max(image.size) > 65535:
-                raise UserError(
-                    f"{split.keys([index])[0]} is {image.size}; FFCV stores at most 65535 pixels a side."
-                )
+                raise UserError(f"{split.keys([index])[0]} is {image.size}; FFCV stores at most 65535 pixels a side.")
             if image.format != "JPEG":
                 largest = max(largest, 3 * image.size[0] * image.size[1])
     return largest

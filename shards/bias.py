@@ -55,9 +55,7 @@ def keep_rows(labels: NDArray[np.integer], rows: Ints, counts: Ints, shuffled: I
     return np.sort(np.concatenate([order[:0], *parts]))
 
 
-def transition(
-    counts: Ints, ratio: float, kind: str, wrong: dict[int, int] | None = None
-) -> NDArray[np.float64]:
+def transition(counts: Ints, ratio: float, kind: str, wrong: dict[int, int] | None = None) -> NDArray[np.float64]:
     """T[i, j]: the expected share of samples of class i that get label j."""
     classes, total = len(counts), counts.sum()
     if kind == "none" or ratio == 0:
@@ -136,9 +134,7 @@ def add_noise(
 def hold_out(labels: NDArray[np.integer], rows: Ints, classes: int, fraction: float, shuffled: Ints) -> Ints:
     """A stratified part of the rows: round(fraction · n_k) of each class, at least one if it has two."""
     have = counts_of(labels[rows], classes)
-    take = np.clip(
-        np.round(have * fraction).astype(np.int64), np.minimum(1, have // 2), np.maximum(have - 1, 0)
-    )
+    take = np.clip(np.round(have * fraction).astype(np.int64), np.minimum(1, have // 2), np.maximum(have - 1, 0))
     return keep_rows(labels, rows, take, shuffled)
 
 

@@ -27,9 +27,7 @@ def ensure(config: BuildConfig, log: Log = print, rank: int = 0, world: int = 1)
     store = store_at(config.place())
     if config.url:
         if store.size(manifest.FILE) is None:
-            raise UserError(
-                f"There are no finished shards at {store}. Build them with python -m shards.build."
-            )
+            raise UserError(f"There are no finished shards at {store}. Build them with python -m shards.build.")
         return store.url
     if _finished(store, config):
         return store.url
@@ -74,9 +72,7 @@ def _alone(store: Store, world: int) -> Iterator[None]:
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = open(path, "w")  # noqa: SIM115
         except OSError as error:
-            raise UserError(
-                f"Cannot write to {path.parent} ({error.strerror}). Choose another output."
-            ) from None
+            raise UserError(f"Cannot write to {path.parent} ({error.strerror}). Choose another output.") from None
         with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             # The one before us may have removed the file we were waiting at: then others lock a new one.

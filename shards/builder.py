@@ -103,9 +103,7 @@ class Build:
         strange = [name for name in sorted(there) if name != RECORD and not _OURS.fullmatch(name)]
         if strange or (there and RECORD not in there):
             first = (strange or sorted(there))[0]
-            raise UserError(
-                f"{self.store} holds other files ({first}). Choose an empty or new folder as output."
-            )
+            raise UserError(f"{self.store} holds other files ({first}). Choose an empty or new folder as output.")
         for name in there:
             self.store.remove(name)
         self.store.remove_folder(".build")
@@ -151,9 +149,7 @@ class Build:
         if not mine:
             return
         # Under a launcher of many ranks the ranks are the processes.
-        writers = self.config.writers or (
-            1 if total < SMALL or self.world > 1 else len(os.sched_getaffinity(0))
-        )
+        writers = self.config.writers or (1 if total < SMALL or self.world > 1 else len(os.sched_getaffinity(0)))
 
         def tasks() -> Iterator[Task]:
             for split, number, start, stop, digest in mine:
@@ -190,9 +186,7 @@ class Build:
             )
             return self._round(number) or {"rows": {k: list(v) for k, v in self.bad.items()}, "reasons": []}
         if self.world > 1:
-            self._wait(
-                lambda: all(part for *_, part in self._parts(plans)), "the other ranks to write their shards"
-            )
+            self._wait(lambda: all(part for *_, part in self._parts(plans)), "the other ranks to write their shards")
         rows = {split: sorted(bad) for split, bad in self.bad.items()}
         reasons = self.reasons[len(self.found.rejected) :]
         for split, _, _, _, part in self._parts(plans):
@@ -309,9 +303,7 @@ class Build:
             writer = writer or pa.parquet.ParquetWriter(temporary, table.schema, compression="zstd")
             writer.write_table(table)
         if writer is None:
-            raise UserError(
-                "A split without a single picture cannot be stored. Check the validation settings."
-            )
+            raise UserError("A split without a single picture cannot be stored. Check the validation settings.")
         writer.close()
         with open(temporary, "rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
@@ -331,7 +323,5 @@ class Build:
             if count != last:
                 news, last = time.monotonic(), count
             if time.monotonic() - news > PATIENCE:
-                raise UserError(
-                    f"Waited {PATIENCE:.0f} s in vain for {what}. Look at the logs of the other ranks."
-                )
+                raise UserError(f"Waited {PATIENCE:.0f} s in vain for {what}. Look at the logs of the other ranks.")
             time.sleep(0.2)

@@ -28,9 +28,7 @@ class CacheConfig(Settings):
     )
     reserve_gb: float = Field(default=1.0, ge=0, description="disk space left free, in GB")
     ahead: int = Field(default=2, ge=0, description="shards fetched ahead of use")
-    deadline: float = Field(
-        default=300.0, gt=0, description="seconds after which fetching one shard is given up"
-    )
+    deadline: float = Field(default=300.0, gt=0, description="seconds after which fetching one shard is given up")
 
 
 class BuildConfig(Settings):
@@ -39,15 +37,11 @@ class BuildConfig(Settings):
     url: str = Field(default="", description="finished shards to read (folder or URL); nothing is built then")
     source: SourceName = Field(default="digits", description="where pictures and labels come from")
     path: str = Field(default="", description="the raw data: a folder, or the label list for source=list")
-    root: str = Field(
-        default="", description="source=list: folder its paths start from; empty: the list's own folder"
-    )
+    root: str = Field(default="", description="source=list: folder its paths start from; empty: the list's own folder")
     output: str = Field(
         default="", description="folder or URL for the shards; empty: a name made of the options, below data/"
     )
-    download: bool = Field(
-        default=True, description="source=cifar10/100: may fetch what is missing from `path`"
-    )
+    download: bool = Field(default=True, description="source=cifar10/100: may fetch what is missing from `path`")
 
     parts: Literal["google", "flickr", "both"] = Field(
         default="google", description="source=webvision: which training lists"
@@ -63,9 +57,7 @@ class BuildConfig(Settings):
         description="source=digits/cifar: CSV or Parquet with one noisy label per training picture",
     )
     path_column: str = Field(default="path", description="lists: column of paths")
-    label_column: str = Field(
-        default="label", description="lists: column of given labels (class names or numbers)"
-    )
+    label_column: str = Field(default="label", description="lists: column of given labels (class names or numbers)")
     true_column: str = Field(default="true_label", description="lists: column of true labels; may be absent")
     split_column: str = Field(
         default="split", description="lists: column saying train or test (or is_valid); may be absent"
@@ -76,9 +68,7 @@ class BuildConfig(Settings):
     validation_fraction: float = Field(
         default=0.1, gt=0, lt=1, description="share of each class held out if no test set is given"
     )
-    validation_seed: int = Field(
-        default=0, ge=0, description="seed of the held-out part, apart from bias_seed"
-    )
+    validation_seed: int = Field(default=0, ge=0, description="seed of the held-out part, apart from bias_seed")
 
     rho: float = Field(
         default=10.0,
@@ -89,26 +79,16 @@ class BuildConfig(Settings):
         default="natural",
         description="natural: classes in their order, exact counts; sorted: by size, as many as there are",
     )
-    largest: int = Field(
-        default=0, ge=0, description="tail=natural: size of class 0; 0: what every class can meet"
-    )
-    noise: float = Field(
-        default=0.5, ge=0, lt=1, description="share of labels made wrong (default 0 for own data)"
-    )
+    largest: int = Field(default=0, ge=0, description="tail=natural: size of class 0; 0: what every class can meet")
+    noise: float = Field(default=0.5, ge=0, lt=1, description="share of labels made wrong (default 0 for own data)")
     noise_kind: NoiseKind = Field(
         default="prior",
         description="where wrong labels go: by class sizes, the same with self-flips, evenly, by noise_map",
     )
-    noise_map: dict[str, str] = Field(
-        default_factory=dict, description="noise_kind=asymmetric: {class: wrong class}"
-    )
-    bias_seed: int = Field(
-        default=0, ge=0, description="seed of tail and noise; the training seed is another thing"
-    )
+    noise_map: dict[str, str] = Field(default_factory=dict, description="noise_kind=asymmetric: {class: wrong class}")
+    bias_seed: int = Field(default=0, ge=0, description="seed of tail and noise; the training seed is another thing")
 
-    format: Literal["tar", "beton", "both"] = Field(
-        default="tar", description="webdataset tars, an FFCV file, or both"
-    )
+    format: Literal["tar", "beton", "both"] = Field(default="tar", description="webdataset tars, an FFCV file, or both")
     resize: int = Field(
         default=0,
         ge=0,
@@ -119,9 +99,7 @@ class BuildConfig(Settings):
     shard_samples: int = Field(
         default=0, ge=0, description="samples in a tar; 0: as many as shard_mb holds, at most 10 000"
     )
-    decode_check: bool = Field(
-        default=False, description="decode every picture even if its bytes stay untouched"
-    )
+    decode_check: bool = Field(default=False, description="decode every picture even if its bytes stay untouched")
     max_pixels: int = Field(default=50_000_000, ge=1, description="larger pictures are rejected")
     max_picture_mb: float = Field(default=64.0, gt=0, description="larger files are rejected")
     max_rejected: float = Field(
@@ -151,13 +129,9 @@ class BuildConfig(Settings):
     @model_validator(mode="after")
     def _fits_together(self) -> BuildConfig:
         if self.noise_kind == "none" and self.noise > 0:
-            raise ValueError(
-                f"noise_kind=none and noise={self.noise:g} contradict each other; leave one of them out."
-            )
+            raise ValueError(f"noise_kind=none and noise={self.noise:g} contradict each other; leave one of them out.")
         if self.noise_kind == "asymmetric" and self.noise > 0 and not self.noise_map:
-            raise ValueError(
-                "noise_kind=asymmetric needs noise_map, for example noise_map='{truck: automobile}'."
-            )
+            raise ValueError("noise_kind=asymmetric needs noise_map, for example noise_map='{truck: automobile}'.")
         if self.labels and self.noise > 0:
             raise ValueError("labels brings its own noise; set noise=0, or leave labels out.")
         if not self.url and self.source in BIASED_BY_NATURE and not self.path:

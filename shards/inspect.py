@@ -31,9 +31,7 @@ class InspectConfig(Settings):
     url: str = Field(default="", description="the shards: a folder or URL (may be given without url=)")
     split: str = Field(default="train", description="the split on the contact sheet")
     sheet: str = Field(default="contact_sheet.png", description="the contact sheet; empty: none")
-    rows: int = Field(
-        default=12, ge=1, le=100, description="classes on the contact sheet, from large to small"
-    )
+    rows: int = Field(default=12, ge=1, le=100, description="classes on the contact sheet, from large to small")
     columns: int = Field(default=10, ge=1, le=50, description="pictures of each class")
     seed: int = Field(default=0, ge=0, description="chooses the pictures")
     cache: CacheConfig = Field(default_factory=CacheConfig, description="copies of remote shards")

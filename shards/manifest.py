@@ -130,7 +130,5 @@ def parse(data: bytes, where: str) -> Manifest:
         raise UserError(f"{where}/{FILE} is damaged at '{place}': {first['msg']}. {again}") from None
     for name, split in manifest.splits.items():
         if split.shards and sum(shard.samples for shard in split.shards) != split.samples:
-            raise UserError(
-                f"{where}/{FILE} is damaged: the shards of '{name}' do not add up to its samples. {again}"
-            )
+            raise UserError(f"{where}/{FILE} is damaged: the shards of '{name}' do not add up to its samples. {again}")
     return manifest

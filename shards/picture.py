@@ -87,13 +87,9 @@ def _any_picture(data: bytes, rules: Rules) -> tuple[bytes, str]:
         raise Rejected("not a JPEG, PNG or WebP picture") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise Rejected("too many pixels") from None
-    except (
-        Exception
-    ) as error:  # decoders raise OSError, ValueError, SyntaxError, struct.error ... on bad bytes
+    except Exception as error:  # decoders raise OSError, ValueError, SyntaxError, struct.error ... on bad bytes
         text = str(error).lower()
-        cut = any(
-            word in text for word in ("truncated", "not enough data", "unexpected end", "broken data stream")
-        )
+        cut = any(word in text for word in ("truncated", "not enough data", "unexpected end", "broken data stream"))
         raise Rejected("truncated" if cut else f"cannot be decoded ({type(error).__name__})") from None
 
 
@@ -107,9 +103,7 @@ def _careful(image: Image.Image, data: bytes, rules: Rules) -> tuple[bytes, str]
     turned = image.getexif().get(_ORIENTATION, 1) not in (0, 1)
     deep = extension == "png" and data[24:25] == b"\x10"
     image.load()
-    ordinary = (
-        image.mode in ("RGB", "L") and "transparency" not in image.info and not (animated or turned or deep)
-    )
+    ordinary = image.mode in ("RGB", "L") and "transparency" not in image.info and not (animated or turned or deep)
     shrink = 0 < rules.resize < min(width, height)
     if ordinary and not shrink:
         return data, extension

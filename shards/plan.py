@@ -59,9 +59,7 @@ def _choose(name: str, rows: Rows, found: Collection, config: BuildConfig, bad: 
     before = rows.true if known else rows.given
     if name != "train":
         nothing = np.zeros(len(chosen), bool)
-        return Plan(
-            chosen, rows.given[chosen], rows.true[chosen], nothing, bias.counts_of(before[chosen], classes)
-        )
+        return Plan(chosen, rows.given[chosen], rows.true[chosen], nothing, bias.counts_of(before[chosen], classes))
     empty = np.flatnonzero(bias.counts_of(rows.given[chosen], classes) == 0)
     if len(empty):
         raise UserError(
@@ -81,9 +79,7 @@ def _choose(name: str, rows: Rows, found: Collection, config: BuildConfig, bad: 
         noise = bias.generator(config.bias_seed, "noise")
         shuffled, draws = noise.permutation(len(rows)), noise.random(len(rows))
         wrong = _numbers(config.noise_map, found.classes)
-        given = bias.add_noise(
-            rows.given, chosen, classes, config.noise, config.noise_kind, shuffled, draws, wrong
-        )
+        given = bias.add_noise(rows.given, chosen, classes, config.noise, config.noise_kind, shuffled, draws, wrong)
         flipped = given != rows.given[chosen]
     return Plan(chosen, given, true, flipped, bias.counts_of(before[chosen], classes))
 
@@ -117,13 +113,9 @@ def _numbers(wrong: dict[str, str], classes: list[str]) -> dict[int, int]:
     for source, target in wrong.items():
         for name in (source, target):
             if name not in number:
-                raise UserError(
-                    f"noise_map: there is no class '{name}'. Classes are {', '.join(classes[:10])}."
-                )
+                raise UserError(f"noise_map: there is no class '{name}'. Classes are {', '.join(classes[:10])}.")
         if number[source] == number[target]:
-            raise UserError(
-                f"noise_map: '{source}' is mapped to itself; a wrong label must be another class."
-            )
+            raise UserError(f"noise_map: '{source}' is mapped to itself; a wrong label must be another class.")
         out[number[source]] = number[target]
     return out
 
@@ -164,9 +156,7 @@ def describe(found: Collection, plan: Plan, config: BuildConfig) -> BiasInfo:
     matrix = None
     if classes <= MAX_TRANSITION_CLASSES:
         start = np.where(plan.true >= 0, plan.true, before).astype(np.int64)
-        matrix = (
-            np.bincount(start * classes + plan.given, minlength=classes**2).reshape(classes, classes).tolist()
-        )
+        matrix = np.bincount(start * classes + plan.given, minlength=classes**2).reshape(classes, classes).tolist()
     return BiasInfo(
         rho=config.rho,
         tail=config.tail,

@@ -49,9 +49,7 @@ class Progress:
         from rich.console import Console
 
         count = progress.TextColumn("{task.completed} of {task.total} " + self.unit + "{task.fields[pace]}")
-        self._bar = progress.Progress(
-            progress.BarColumn(), count, console=Console(stderr=True), transient=True
-        )
+        self._bar = progress.Progress(progress.BarColumn(), count, console=Console(stderr=True), transient=True)
         self._bar.start()
         self._task = self._bar.add_task("", total=self.total, completed=self.done, pace=self._pace(now))
 

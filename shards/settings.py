@@ -44,9 +44,7 @@ class _StrictLoader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if key in seen:
-                raise UserError(
-                    f"line {key_node.start_mark.line + 1}: the key '{key}' stands twice; keep one of them."
-                )
+                raise UserError(f"line {key_node.start_mark.line + 1}: the key '{key}' stands twice; keep one of them.")
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -109,9 +107,7 @@ def _is_number(text: str) -> bool:
     return text.strip().lower() not in ("nan", "inf", "-inf", "infinity", "-infinity")
 
 
-def parse_arguments(
-    argv: list[str], prog: str, about: str, schema: type[Settings]
-) -> tuple[Tree, Tree, bool]:
+def parse_arguments(argv: list[str], prog: str, about: str, schema: type[Settings]) -> tuple[Tree, Tree, bool]:
     """(file tree, override tree, print only?) from a command line; answers --help itself."""
     file_tree: Tree = {}
     overrides: Tree = {}
@@ -129,9 +125,7 @@ def parse_arguments(
                 raise UserError("--config needs a file: --config configs/digits.yaml")
             file_tree = merge(file_tree, read_yaml(path))
         elif word.startswith("-"):
-            raise UserError(
-                f"There is no option {word}. Settings are written as key=value; {prog} --help lists them."
-            )
+            raise UserError(f"There is no option {word}. Settings are written as key=value; {prog} --help lists them.")
         else:
             overrides = merge(overrides, parse_override(word))
     return file_tree, overrides, print_only
@@ -143,14 +137,10 @@ def validate(schema: type[S], tree: Tree, prog: str) -> S:
         return schema.model_validate(tree)
     except ValidationError as error:
         problems = [_sentence(schema, item) for item in error.errors()]
-        raise UserError(
-            "\n".join(dict.fromkeys(problems)) + f"\n{prog} --help lists every setting."
-        ) from None
+        raise UserError("\n".join(dict.fromkeys(problems)) + f"\n{prog} --help lists every setting.") from None
 
 
-def load(
-    schema: type[S], argv: list[str], prog: str, about: str, base: Callable[[Tree, Tree], Tree] = merge
-) -> S:
+def load(schema: type[S], argv: list[str], prog: str, about: str, base: Callable[[Tree, Tree], Tree] = merge) -> S:
     """Settings of a command from its arguments. `base` combines the file's tree with the overrides."""
     file_tree, overrides, print_only = parse_arguments(argv, prog, about, schema)
     settings = validate(schema, base(file_tree, overrides), prog)

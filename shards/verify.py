@@ -44,11 +44,7 @@ class VerifyConfig(Settings):
 
 def with_url(argv: list[str], schema: type[Settings]) -> list[str]:
     """`URL key=value` as `url=URL key=value`."""
-    if (
-        argv
-        and not argv[0].startswith("-")
-        and argv[0].split("=")[0].split(".")[0] not in schema.model_fields
-    ):
+    if argv and not argv[0].startswith("-") and argv[0].split("=")[0].split(".")[0] not in schema.model_fields:
         return [f"url={argv[0]}", *argv[1:]]
     return argv
 
@@ -192,10 +188,7 @@ class _SplitCheck:
         place = sample["offset"] + size + -size % BLOCK
         try:
             length = int(data[place + 124 : place + 135], 8)
-            if (
-                data[place : place + BLOCK] != header(f"{index:08d}.json".encode(), length)
-                or length > _MOST_JSON
-            ):
+            if data[place : place + BLOCK] != header(f"{index:08d}.json".encode(), length) or length > _MOST_JSON:
                 raise ValueError
         except ValueError:
             return "the tar header of the JSON is wrong", -1
@@ -240,9 +233,7 @@ def main(argv: list[str]) -> int:
     if problems:
         print(f"{redact(config.url)}: {problems} problems. Copy the files again, or build them anew.")
         return 1
-    print(
-        f"{redact(config.url)}: {samples} samples in {len(list(files(about)))} files checked {how}- all well."
-    )
+    print(f"{redact(config.url)}: {samples} samples in {len(list(files(about)))} files checked {how}- all well.")
     return 0
 
 

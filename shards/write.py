@@ -121,9 +121,7 @@ def write_shard(task: Task, job: Job, step: Callable[[int], None]) -> None:
             tar = TarWriter(file)
             for place, (row, key) in enumerate(zip(task.rows.tolist(), task.keys)):
                 try:
-                    picture, extension = earlier(row) or admit(
-                        job.reader.read(task.split, row, key), job.rules
-                    )
+                    picture, extension = earlier(row) or admit(job.reader.read(task.split, row, key), job.rules)
                 except Rejected as error:
                     records.append((row, 0, 0, None, str(error)))
                 except OSError as error:
@@ -150,11 +148,7 @@ def write_shard(task: Task, job: Job, step: Callable[[int], None]) -> None:
 
 
 def _reason(error: OSError) -> str:
-    return (
-        "missing file"
-        if isinstance(error, FileNotFoundError)
-        else f"cannot be read ({error.strerror or error})"
-    )
+    return "missing file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror or error})"
 
 
 def _about(index: int, given: int, true: int, flipped: bool, names: list[str], key: str) -> bytes:

@@ -45,9 +45,7 @@ def splits(url: str) -> dict[str, Split]:
 
 
 def make_method(config: Config, train: Split, world: World) -> Method:
-    data = TrainingSet(
-        train.given, len(train.classes), config.seed, config.data.batch, tuple(train.shard_sizes)
-    )
+    data = TrainingSet(train.given, len(train.classes), config.seed, config.data.batch, tuple(train.shard_sizes))
     torch.manual_seed(config.seed)
     return load_method(config.method.name)(config, data, world)
 
@@ -57,9 +55,7 @@ def make_trainer(world: World, url: str, folder: str, config: Config, wish: Wish
     checkpoints = Checkpointer(folder, 3, world, background=False)
     method = make_method(config, found["train"], world)
     tests = {"test": found["test"]}
-    return Trainer(
-        config, method, found["train"], tests, world, checkpoints, lambda state: NullTracker(), wish
-    )
+    return Trainer(config, method, found["train"], tests, world, checkpoints, lambda state: NullTracker(), wish)
 
 
 class Bench:
@@ -78,9 +74,7 @@ class Bench:
     def batches(self, count: int, tick: int = 0) -> Iterator[Batch]:
         """`count` pictures as the loader cuts them."""
         order = np.random.default_rng(tick).permutation(len(self.train))[:count]
-        loader = Loader(
-            self.train, self.config.data, self.config.seed, self.world, self.config.optim.accumulate
-        )
+        loader = Loader(self.train, self.config.data, self.config.seed, self.world, self.config.optim.accumulate)
         yield from loader.batches(Pass(order, ("weak", "strong")), tick)
 
     def steps(self, count: int, tick: int = 0, lr: float = 0.05) -> list[float]:
@@ -105,8 +99,7 @@ def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """The largest difference of any two numbers, by the largest number of its tensor."""
     assert one.keys() == other.keys()
     gaps = [
-        (one[n].double() - other[n].double()).abs().max() / other[n].double().abs().max().clamp_min(1e-3)
-        for n in one
+        (one[n].double() - other[n].double()).abs().max() / other[n].double().abs().max().clamp_min(1e-3) for n in one
     ]
     return float(torch.stack(gaps).max())
 

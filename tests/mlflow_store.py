@@ -51,9 +51,7 @@ class Server:
         }
         log = (self.database.parent / "server.log").open("ab")
         command = [sys.executable, "-m", "mlflow", "server", *store, *artifacts, *place]
-        self.process = subprocess.Popen(
-            command, stdout=log, stderr=log, env=environment, start_new_session=True
-        )
+        self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         until = time.monotonic() + 90
         while time.monotonic() < until:
             try:

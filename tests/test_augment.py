@@ -34,9 +34,7 @@ def by_pillow(name: str, picture: np.ndarray, parameter: float | np.ndarray) -> 
     """The obvious way: one picture, Pillow's own function."""
     image = Image.fromarray(picture)
     if name in ("shear_x", "shear_y", "translate_x", "translate_y"):
-        image = image.transform(
-            image.size, Image.Transform.AFFINE, list(parameter), resample=Image.Resampling.BILINEAR
-        )
+        image = image.transform(image.size, Image.Transform.AFFINE, list(parameter), resample=Image.Resampling.BILINEAR)
     elif name == "rotate":
         image = image.rotate(float(parameter), resample=Image.Resampling.BILINEAR)
     elif name == "posterize":
@@ -46,16 +44,12 @@ def by_pillow(name: str, picture: np.ndarray, parameter: float | np.ndarray) -> 
     elif name in ("autocontrast", "equalize"):
         image = getattr(ImageOps, name)(image)
     else:
-        image = getattr(ImageEnhance, {"colour": "Color"}.get(name, name.capitalize()))(image).enhance(
-            float(parameter)
-        )
+        image = getattr(ImageEnhance, {"colour": "Color"}.get(name, name.capitalize()))(image).enhance(float(parameter))
     return np.asarray(image)
 
 
 def batched(name: str, batch: np.ndarray, parameter: np.ndarray) -> np.ndarray:
-    out = OPERATIONS[name].apply(
-        torch.from_numpy(batch).permute(0, 3, 1, 2).contiguous(), torch.from_numpy(parameter)
-    )
+    out = OPERATIONS[name].apply(torch.from_numpy(batch).permute(0, 3, 1, 2).contiguous(), torch.from_numpy(parameter))
     assert out.dtype == torch.uint8
     return out.permute(0, 2, 3, 1).numpy()
 
@@ -88,9 +82,7 @@ def test_magnitudes_are_those_of_the_specification():
     assert len(OPERATIONS) == 13
 
 
-def slow_augmix(
-    picture: np.ndarray, rng: np.random.Generator, reading: str, severity: float, norm
-) -> np.ndarray:
+def slow_augmix(picture: np.ndarray, rng: np.random.Generator, reading: str, severity: float, norm) -> np.ndarray:
     """AugMix for one Pillow picture, written down from its description; returns the normalised mixture."""
     size = picture.shape[0]
     weights = rng.dirichlet([1.0, 1.0, 1.0])
@@ -134,9 +126,7 @@ def fast_augmix(picture: np.ndarray, draws: np.ndarray, reading: str, severity: 
 def test_the_distribution_is_that_of_a_plain_implementation(reading, severity):
     rng = np.random.default_rng(0)
     ramp = np.linspace(0, 255, 16)
-    picture = np.stack(
-        [ramp[:, None] + 0 * ramp, 0 * ramp[:, None] + ramp, 255 - ramp[:, None] + 0 * ramp], -1
-    )
+    picture = np.stack([ramp[:, None] + 0 * ramp, 0 * ramp[:, None] + ramp, 255 - ramp[:, None] + 0 * ramp], -1)
     picture = np.clip(picture * 0.7 + rng.integers(0, 60, picture.shape), 0, 255).astype(np.uint8)
 
     def norm(x: np.ndarray) -> np.ndarray:
@@ -157,9 +147,7 @@ def test_the_released_reading_shrinks_towards_the_mean_by_a_third_on_average():
     original = plan(draws, 16, "original", 1.0).coefficients
     assert released.shape == (20_000, 2)
     assert original.shape == (20_000, 4)
-    assert released.sum(1).mean().item() == pytest.approx(
-        2 / 3, abs=0.01
-    )  # 1 - m (1 - w3), on average 1 - 1/2 * 2/3
+    assert released.sum(1).mean().item() == pytest.approx(2 / 3, abs=0.01)  # 1 - m (1 - w3), on average 1 - 1/2 * 2/3
     assert torch.allclose(original.sum(1), torch.ones(20_000), atol=1e-6)
     assert torch.allclose(original[:, 1:].mean(0), torch.full((3,), 1 / 6), atol=0.005)
 

@@ -288,9 +288,7 @@ def test_killed_at_random_moments_of_background_saves(folder: Path) -> None:
 # -- disks that are full or read-only --------------------------------------------------------------
 
 
-def test_a_full_disk_is_a_warning_and_leaves_no_stump(
-    small_disk: SmallDisk, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_is_a_warning_and_leaves_no_stump(small_disk: SmallDisk, caplog: pytest.LogCaptureFixture) -> None:
     folder = small_disk.path / "checkpoints"
     checkpointer = Checkpointer(str(folder), 2, World())
     checkpointer.save(1, {"weight": torch.ones(100_000)})
@@ -328,9 +326,7 @@ def test_a_disk_that_becomes_read_only(small_disk: SmallDisk) -> None:
 
 def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(
-        UserError, match=r"Checkpoints cannot be written to .*file/checkpoints.*checkpoint\.url"
-    ):
+    with pytest.raises(UserError, match=r"Checkpoints cannot be written to .*file/checkpoints.*checkpoint\.url"):
         Checkpointer(str(tmp_path / "file" / "checkpoints"), 2, World())
 
 

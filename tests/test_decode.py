@@ -20,9 +20,7 @@ from shards.settings import UserError
 def photograph(height: int = 40, width: int = 56) -> np.ndarray:
     """Smooth colour, as photographs are: JPEG keeps it to a few levels."""
     y, x = np.mgrid[0:height, 0:width]
-    return np.stack([x * 255 / width, y * 255 / height, (x + y) * 255 / (width + height)], -1).astype(
-        np.uint8
-    )
+    return np.stack([x * 255 / width, y * 255 / height, (x + y) * 255 / (width + height)], -1).astype(np.uint8)
 
 
 def encode(image: Image.Image, kind: str, **options: object) -> bytes:
@@ -103,9 +101,7 @@ def test_what_is_no_picture_is_refused_with_a_reason(data, reason):
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    st.sampled_from([encode(photo, k) for k in ("JPEG", "PNG", "WEBP")]), st.randoms(use_true_random=False)
-)
+@given(st.sampled_from([encode(photo, k) for k in ("JPEG", "PNG", "WEBP")]), st.randoms(use_true_random=False))
 def test_damaged_bytes_give_a_picture_or_a_decode_error_and_nothing_else(data, random):
     damaged = bytearray(data)
     for _ in range(random.randint(1, 20)):
@@ -137,9 +133,7 @@ def test_a_large_jpeg_may_be_decoded_smaller_but_not_below_the_wanted_side():
 def test_resizing_agrees_with_pillow_to_one_level():
     noise = np.random.default_rng(0).integers(0, 256, (90, 70, 3), dtype=np.uint8)
     for height, width in ((32, 32), (16, 100), (200, 150), (89, 71)):
-        expected = np.asarray(
-            Image.fromarray(noise).resize((width, height), Image.Resampling.BILINEAR)
-        ).astype(int)
+        expected = np.asarray(Image.fromarray(noise).resize((width, height), Image.Resampling.BILINEAR)).astype(int)
         assert np.abs(resize(noise, height, width) - expected).max() <= 1
 
 
@@ -179,8 +173,7 @@ def test_half_of_the_pictures_are_mirrored_and_only_when_asked():
     plain = DataConfig(size=8, padding=0)
     assert all((cut(plain, "weak", picture, i) == picture).all() for i in range(50))
     mirrored = [
-        (cut(DataConfig(size=8, padding=0, flip=True), "weak", picture, i) != picture).any()
-        for i in range(400)
+        (cut(DataConfig(size=8, padding=0, flip=True), "weak", picture, i) != picture).any() for i in range(400)
     ]
     assert 160 < sum(mirrored) < 240
 

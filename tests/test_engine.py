@@ -21,9 +21,7 @@ def gradients(world: World, url: str) -> dict[tuple[str, int], dict[str, Tensor]
     """The gradient of a short global batch: 37 pictures in groups of 8 do not divide among 2 or 4 ranks."""
     found = {}
     for method, accumulate in CASES:
-        bench = Bench(
-            world, url, small(method, data={"batch": 48}, optim={**PLAIN, "accumulate": accumulate})
-        )
+        bench = Bench(world, url, small(method, data={"batch": 48}, optim={**PLAIN, "accumulate": accumulate}))
         before = bench.weights()
         bench.steps(37, lr=1.0)
         after = bench.weights()
@@ -54,9 +52,7 @@ def test_gradient_does_not_depend_on_the_number_of_ranks(
 def test_all_ranks_move_alike(gradients_by_ranks: Any) -> None:
     for size in (2, 4):
         for case in CASES:
-            assert all(
-                same(of_rank[case], gradients_by_ranks[size][0][case]) for of_rank in gradients_by_ranks[size]
-            )
+            assert all(same(of_rank[case], gradients_by_ranks[size][0][case]) for of_rank in gradients_by_ranks[size])
 
 
 @pytest.mark.dist
@@ -84,9 +80,7 @@ def test_clipping_bounds_the_step_and_keeps_its_direction(digits: str) -> None:
 
 def test_a_stage_brings_its_own_optimiser_and_the_next_one_the_runs_again(digits: str) -> None:
     bench = Bench(World(), digits, small())
-    bench.engine.begin_stage(
-        bench.stage_of(optim=OptimConfig(momentum=0.5, weight_decay=0.1, clip=3)), resuming=False
-    )
+    bench.engine.begin_stage(bench.stage_of(optim=OptimConfig(momentum=0.5, weight_decay=0.1, clip=3)), resuming=False)
     group = bench.engine.optimizer.param_groups[0]  # type: ignore[attr-defined]
     assert (group["momentum"], group["weight_decay"], bench.engine.clip) == (0.5, 0.1, 3)  # type: ignore[attr-defined]
     bench.engine.begin_stage(bench.stage_of(fresh_optimizer=False), resuming=False)
@@ -130,9 +124,7 @@ def bad_step(world: World, url: str, precision: str) -> dict[str, Any]:
             for batch in bench.batches(16, tick):
                 bench.engine.step(poisoned(batch) if world.rank == world.size - 1 else batch, 0.05)
             found["bad"].append((bench.engine.bad_steps(), number + 1))
-        counted = {
-            name: value for name, value in bench.weights().items() if not name.endswith("num_batches_tracked")
-        }
+        counted = {name: value for name, value in bench.weights().items() if not name.endswith("num_batches_tracked")}
         found["moved by bad"].append(
             not same({name: start[name] for name in counted}, counted)
             or not same(momentum, bench.engine.state()["momentum"])
@@ -182,9 +174,7 @@ def test_state_goes_round_bit_for_bit(digits: str, precision: str) -> None:
 
 
 def with_statistics(world: World, url: str, recompute: bool) -> dict[str, Tensor]:
-    bench = Bench(
-        world, url, small(model={"norm": "batch", "checkpoint_activations": recompute}, data={"batch": 32})
-    )
+    bench = Bench(world, url, small(model={"norm": "batch", "checkpoint_activations": recompute}, data={"batch": 32}))
     bench.steps(64)
     assert set(bench.engine.state()["momentum"]) <= set(bench.weights())
     return bench.weights()

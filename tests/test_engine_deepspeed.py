@@ -148,8 +148,7 @@ def everything(world: World, url: str, folder: Path, settings: str) -> dict[str,
     found: dict[str, Any] = {"epochs": whole_epochs(world, url, folder)}
     found["everything"] = [with_everything(world, url, engine) for engine in ALL]
     found["bad"] = {
-        (stage, precision): bad_steps(world, url, ALL[stage + 1], precision)
-        for stage, precision in PRECISIONS
+        (stage, precision): bad_steps(world, url, ALL[stage + 1], precision) for stage, precision in PRECISIONS
     }
     found["uneven"] = uneven_evaluation(world, url, settings)
     train(world, url, folder / "wandering", 4, **ALL[3])
@@ -184,9 +183,7 @@ def found(few_digits: str, folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.dist
 @pytest.mark.parametrize("stage", ZERO)
 @pytest.mark.parametrize("method", METHODS)
-def test_whole_epochs_end_with_the_weights_and_the_accuracy_of_ddp(
-    found: Any, method: str, stage: int
-) -> None:
+def test_whole_epochs_end_with_the_weights_and_the_accuracy_of_ddp(found: Any, method: str, stage: int) -> None:
     for of_rank in found:
         (weights, accuracy), (expected, expected_accuracy) = (
             of_rank["epochs"][method, stage],
@@ -198,9 +195,7 @@ def test_whole_epochs_end_with_the_weights_and_the_accuracy_of_ddp(
 
 @pytest.mark.dist
 @pytest.mark.parametrize("stage", ZERO)
-def test_accumulation_clipping_average_statistics_and_pauses_give_what_ddp_gives(
-    found: Any, stage: int
-) -> None:
+def test_accumulation_clipping_average_statistics_and_pauses_give_what_ddp_gives(found: Any, stage: int) -> None:
     expected = found[0]["everything"][0]
     assert not torch.equal(expected["network.head.weight"], expected["average.network.head.weight"])
     for of_rank in found:
@@ -210,9 +205,7 @@ def test_accumulation_clipping_average_statistics_and_pauses_give_what_ddp_gives
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("stage", "precision"), PRECISIONS)
-def test_a_gradient_that_is_not_finite_is_skipped_by_all_ranks(
-    found: Any, stage: int, precision: str
-) -> None:
+def test_a_gradient_that_is_not_finite_is_skipped_by_all_ranks(found: Any, stage: int, precision: str) -> None:
     for of_rank in found:
         result = of_rank["bad"][stage, precision]
         assert result["skipped"]
@@ -225,13 +218,9 @@ def test_a_gradient_that_is_not_finite_is_skipped_by_all_ranks(
 @pytest.mark.parametrize(("stage", "precision"), PRECISIONS)
 def test_half_precision_goes_where_full_precision_goes(found: Any, stage: int, precision: str) -> None:
     moved, expected = found[0]["bad"][stage, precision]["moved"], found[0]["bad"][0, "fp32"]["moved"]
-    near = (
-        0.7 if precision == "bf16" else 0.99
-    )  # plain torch with bf16's eight bits comes as near as 0.8 here
+    near = 0.7 if precision == "bf16" else 0.99  # plain torch with bf16's eight bits comes as near as 0.8 here
     assert torch.cosine_similarity(moved, expected, dim=0) > near
-    assert float(moved.norm()) == pytest.approx(
-        float(expected.norm()), rel=0.2 if precision == "bf16" else 0.02
-    )
+    assert float(moved.norm()) == pytest.approx(float(expected.norm()), rel=0.2 if precision == "bf16" else 0.02)
 
 
 @pytest.mark.dist

@@ -101,15 +101,11 @@ def test_the_exit_code_says_how_the_ranks_ended(
     assert ended == code, text
     assert said in text
     attempts = {line.split()[1] for line in job.log.read_text().splitlines()}
-    assert attempts == (
-        {"0", "1"} if what == "recover" else {"0"}
-    )  # neither a refusal nor a stop is tried again
+    assert attempts == ({"0", "1"} if what == "recover" else {"0"})  # neither a refusal nor a stop is tried again
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_reaches_every_rank_and_the_job_can_go_on_later(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_signal_reaches_every_rank_and_the_job_can_go_on_later(tmp_path: Path, number: signal.Signals) -> None:
     job = Job(tmp_path, "wait")
     job.workers()
     job.process.send_signal(number)
@@ -195,9 +191,7 @@ def test_defaults_give_way_to_options_and_to_the_variables_a_cluster_sets() -> N
     assert entry.torchrun_options(given, {})[: len(given)] == given
     assert not any("standalone" in word or "=gpu" in word for word in entry.torchrun_options(given, {}))
     cluster = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60"}
-    assert entry.torchrun_options([], cluster) == [
-        "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-    ]
+    assert entry.torchrun_options([], cluster) == ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
 
 
 def test_without_the_entry_a_stop_is_told_by_the_exit_code_itself(

@@ -77,9 +77,7 @@ def loaders(photographs: Split) -> tuple[Loader, Loader]:
 
 def agree(a: Batch, b: Batch, lossless: set[int]) -> bool:
     """Rows equal; pictures equal to the byte, or for JPEG as near as FFCV's quicker transform comes."""
-    rows = all(
-        torch.equal(getattr(a, name), getattr(b, name)) for name in ("index", "label", "valid", "groups")
-    )
+    rows = all(torch.equal(getattr(a, name), getattr(b, name)) for name in ("index", "label", "valid", "groups"))
     level = 1 / 127.5
     exact = torch.tensor([int(i) in lossless for i in a.index])
     equal = all(torch.equal(a.views[name][exact], b.views[name][exact]) for name in a.views)

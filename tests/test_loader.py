@@ -130,9 +130,7 @@ def test_any_number_of_ranks_sees_the_same_global_batches(split, world, accumula
         ):
             together = torch.cat([get(p)[mask] for p, mask in zip(parts, real)])
             assert torch.equal(together, get(whole)[whole_real])
-        assert all(p.rows == tuple(len(q.index) for q in parts) for p in parts), (
-            "every rank knows what the others hold"
-        )
+        assert all(p.rows == tuple(len(q.index) for q in parts) for p in parts), "every rank knows what the others hold"
         assert min(parts[0].rows) >= 2
         assert {(p.share, p.last, p.key) for p in parts} == {(whole.share, whole.last, whole.key)}
 
@@ -176,9 +174,7 @@ def test_the_stream_beside_goes_round_with_fresh_views(split):
     beside = torch.cat([b.beside.index for b in batches])
     assert beside.tolist() == [30, 31, 32] * 5 + [30]
     pictures = torch.cat([b.beside.views["weak"] for b in batches])
-    assert len({p.numpy().tobytes() for p in pictures[::3]}) > 1, (
-        "the same sample, seen again, is cropped anew"
-    )
+    assert len({p.numpy().tobytes() for p in pictures[::3]}) > 1, "the same sample, seen again, is cropped anew"
     both = [collect(split, walk, rank, 2) for rank in range(2)]
     for step, whole in enumerate(batches):
         together = torch.cat([r[step].beside.index[r[step].beside.valid.bool()] for r in both])
@@ -192,9 +188,7 @@ def test_a_sample_that_comes_again_in_a_pass_is_cropped_anew(split):
 
 def test_strong_views_may_have_their_own_constants_and_no_augmix(split):
     plain = collect(split, Pass(np.arange(12), views=("strong",)), augmix="none")[0].views["strong"]
-    other = collect(
-        split, Pass(np.arange(12), views=("strong",)), augmix="none", strong_mean=(0.5, 0.5, 0.5)
-    )[0]
+    other = collect(split, Pass(np.arange(12), views=("strong",)), augmix="none", strong_mean=(0.5, 0.5, 0.5))[0]
     assert torch.allclose(plain - 0.5, other.views["strong"])
 
 
@@ -207,9 +201,7 @@ def test_a_survey_covers_the_split_once_in_index_order(split, world):
             seen += index.tolist()
             assert torch.allclose(images[:, 0, 0, 0] * 255, index.float())
     assert seen == list(range(N))
-    rest = [
-        i for index, _ in Loader(split, config(), 5, World()).survey(first_row=30) for i in index.tolist()
-    ]
+    rest = [i for index, _ in Loader(split, config(), 5, World()).survey(first_row=30) for i in index.tolist()]
     assert rest == list(range(30, N))
 
 
@@ -232,9 +224,7 @@ def test_a_picture_that_does_not_decode_is_grey_masked_and_counted(split):
 
 def test_too_many_bad_pictures_stop_the_run_and_are_named(split):
     split.pictures[4] = split.pictures[5] = b"no picture"
-    with pytest.raises(
-        UserError, match=r"2 pictures did not decode.*sample [45]: not a JPEG.*raise data\.max_bad"
-    ):
+    with pytest.raises(UserError, match=r"2 pictures did not decode.*sample [45]: not a JPEG.*raise data\.max_bad"):
         collect(split, WALK, max_bad=0.02)
     split.pictures[5] = split.pictures[6]
     with pytest.raises(UserError, match="1 pictures"):

@@ -64,14 +64,10 @@ numpy.save({str(pictures / "scores.npy")!r}, numpy.array(answers["scores"].tolis
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    np.testing.assert_array_equal(
-        np.load(pictures / "scores.npy"), scores_of(str(trained.folder), "", pictures)
-    )
+    np.testing.assert_array_equal(np.load(pictures / "scores.npy"), scores_of(str(trained.folder), "", pictures))
 
 
-def test_predict_streams_lines_and_reports_a_picture_that_cannot_be_read(
-    trained: Trained, pictures: Path
-) -> None:
+def test_predict_streams_lines_and_reports_a_picture_that_cannot_be_read(trained: Trained, pictures: Path) -> None:
     done = command("pipeline.predict", trained.folder, pictures, "--jsonl", "--top", 3)
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert [Path(answer["path"]).name for answer in answers] == [f"{k}.png" for k in range(8)]
@@ -95,9 +91,7 @@ def test_evaluate_gives_the_accuracy_the_run_ended_with(trained: Trained, tmp_pa
     assert len((tmp_path / "classes-test.csv").read_text().splitlines()) == 11
 
 
-def test_a_run_that_is_nowhere_and_classes_that_do_not_fit_are_refused(
-    trained: Trained, tmp_path: Path
-) -> None:
+def test_a_run_that_is_nowhere_and_classes_that_do_not_fit_are_refused(trained: Trained, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="There is no run 'nothing'"):
         open_run("nothing")
     with pytest.raises(UserError, match="no run"):

@@ -102,9 +102,7 @@ def test_a_worker_does_not_outlive_torchrun_but_a_run_may_outlive_its_shell(unde
     child = Path(f"/proc/{children[0]}/stat")
     until = time.monotonic() + 3
     while (
-        child.exists()
-        and child.read_text().split()[2] != "Z"
-        and time.monotonic() < until - (not under_torchrun) * 2.5
+        child.exists() and child.read_text().split()[2] != "Z" and time.monotonic() < until - (not under_torchrun) * 2.5
     ):
         time.sleep(0.02)
     alive = child.exists() and child.read_text().split()[2] != "Z"

@@ -21,17 +21,13 @@ FULL = {
 }  # fmt: skip
 
 
-def result(
-    ident: str, method: str = "prototypical", seed: int = 0, last: float = 60.0, **params: str
-) -> Result:
+def result(ident: str, method: str = "prototypical", seed: int = 0, last: float = 60.0, **params: str) -> Result:
     tags = {"dataset": "cifar10", "rho": "100", "noise": "0.5"}
     settings = {**FULL, "method.name": method, "seed": str(seed), **params}
     return Result(ident, "name", "FINISHED", settings, {"final/best": last + 1, "final/last": last}, tags)
 
 
-def cell(
-    runs: list[Result], table: str, shown: str, where: str = "cifar10 rho=100 noise=0.5"
-) -> list[results.Cell]:
+def cell(runs: list[Result], table: str, shown: str, where: str = "cifar10 rho=100 noise=0.5") -> list[results.Cell]:
     _, tables = paper_tables(runs)
     return [c for t in tables if t.id == table for c in t.cells if (c.shown, c.where) == (shown, where)]
 
@@ -141,9 +137,7 @@ def test_the_report_of_a_real_run_is_one_file_without_network_and_carries_its_ru
     assert "https://" not in html
     assert html.count("data:image/png;base64,") >= 5
     assert all(
-        (tmp_path / line.split("](")[1][:-1]).is_file()
-        for line in markdown.splitlines()
-        if line.startswith("![")
+        (tmp_path / line.split("](")[1][:-1]).is_file() for line in markdown.splitlines() if line.startswith("![")
     )
 
 
@@ -158,7 +152,5 @@ def test_wrong_names_are_answered_with_what_there_is(trained: Trained, tmp_path:
 def test_help_answers_without_mlflow_or_torch() -> None:
     script = "import sys; import pipeline.report, pipeline.predict, pipeline.audit, pipeline.tracking\n"
     script += "print({'mlflow', 'torch', 'matplotlib'} & set(sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == "set()\n"

@@ -107,9 +107,7 @@ def test_values_that_are_no_numbers_survive_the_journal(tmp_path: Path) -> None:
 # -- one job, one run --------------------------------------------------------------------------------
 
 
-def test_a_resumed_job_goes_on_in_the_same_run_and_no_step_is_there_twice(
-    database: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_job_goes_on_in_the_same_run_and_no_step_is_there_twice(database: Path, tmp_path: Path) -> None:
     first = start(config(database), tmp_path / "run")
     for epoch in (1, 2):
         first.log(epoch, {"test/top1": 10.0 * epoch})
@@ -229,9 +227,7 @@ def test_everything_about_a_run_reaches_mlflow(database: Path, tmp_path: Path) -
     assert run.info.artifact_uri.startswith((database.parent / "mlartifacts").as_uri())
 
 
-def test_an_artifact_that_cannot_be_stored_does_not_hold_up_the_metrics(
-    database: Path, tmp_path: Path
-) -> None:
+def test_an_artifact_that_cannot_be_stored_does_not_hold_up_the_metrics(database: Path, tmp_path: Path) -> None:
     blocked = database.parent / "mlartifacts"
     blocked.write_text("a file where the folder should be")
     folder = tmp_path / "run"

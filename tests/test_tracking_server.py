@@ -127,9 +127,7 @@ class Unreliable(BaseHTTPRequestHandler):
         pass
 
 
-def test_lost_answers_and_errors_end_with_one_run_and_every_step_exactly_once(
-    server: Server, tmp_path: Path
-) -> None:
+def test_lost_answers_and_errors_end_with_one_run_and_every_step_exactly_once(server: Server, tmp_path: Path) -> None:
     if server.process is None:
         server.start()
     Unreliable.server_port_behind = server.port
@@ -146,11 +144,7 @@ def test_lost_answers_and_errors_end_with_one_run_and_every_step_exactly_once(
         proxy.shutdown()
     assert Unreliable.lost > 2
     tracking.replay(tmp_path, server.uri)  # whatever the end of the run may have missed
-    found = [
-        run
-        for run in runs_in(server.uri)
-        if run.info.experiment_id != "0" and "evenhand.job" in run.data.tags
-    ]
+    found = [run for run in runs_in(server.uri) if run.info.experiment_id != "0" and "evenhand.job" in run.data.tags]
     mine = [run for run in found if run.data.tags["evenhand.job"] == tracker.state()["job"]]
     assert len(mine) == 1
     assert mine[0].info.status == "FINISHED"

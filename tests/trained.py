@@ -28,9 +28,7 @@ class Trained:
         return self.summary["run_id"]
 
 
-def command(
-    module: str, *words: object, cwd: Path | None = None, ok: bool = True
-) -> subprocess.CompletedProcess[str]:
+def command(module: str, *words: object, cwd: Path | None = None, ok: bool = True) -> subprocess.CompletedProcess[str]:
     """Run `python -m module words...` as a user would."""
     environment = {
         **os.environ,

@@ -21,9 +21,7 @@ from torch import Tensor
 
 CHAINS = 3
 DEPTH = 3
-DRAWS = (
-    1 + CHAINS + CHAINS * (1 + 3 * DEPTH)
-)  # blend, Dirichlet, then per chain: length and (operation, level, sign)
+DRAWS = 1 + CHAINS + CHAINS * (1 + 3 * DEPTH)  # blend, Dirichlet, then per chain: length and (operation, level, sign)
 
 
 # -- the operations: pictures (n, 3, S, S) uint8 and one parameter per picture -------------------------------
@@ -54,9 +52,7 @@ def autocontrast(pictures: Tensor, _: Tensor) -> Tensor:
     low, high = flat.amin(1, keepdim=True), flat.amax(1, keepdim=True)
     level = torch.arange(256, dtype=torch.float64, device=pictures.device)
     # Divided tensor by tensor: torch turns number / tensor into a less exact product with the reciprocal.
-    scale = torch.full_like(low, 255.0) / (
-        high - low
-    )  # infinite for a flat channel, which keeps its levels below
+    scale = torch.full_like(low, 255.0) / (high - low)  # infinite for a flat channel, which keeps its levels below
     table = torch.where(high > low, (level * scale + -low * scale).trunc(), level)
     return _look_up(pictures, table)
 
@@ -64,9 +60,7 @@ def autocontrast(pictures: Tensor, _: Tensor) -> Tensor:
 def equalize(pictures: Tensor, _: Tensor) -> Tensor:
     """Spread each channel so that its levels are about equally frequent."""
     counts = _histogram(pictures)
-    last = counts.gather(
-        1, 255 - (counts > 0).flip(1).long().argmax(1, keepdim=True)
-    )  # count of the highest level
+    last = counts.gather(1, 255 - (counts > 0).flip(1).long().argmax(1, keepdim=True))  # count of the highest level
     step = (counts.sum(1, keepdim=True) - last) // 255
     level = torch.arange(256, device=pictures.device).expand_as(counts)
     spread = (step // 2 + counts.cumsum(1) - counts) // step.clamp_min(1)
@@ -201,12 +195,8 @@ OPERATIONS: dict[str, Operation] = {
     "solarize": Operation(solarize, lambda level, sign, size: 256 - _whole(level, 256)),
     "shear_x": Operation(affine, lambda level, sign, size: _matrices(len(level), b=sign * level * 0.3 / 10)),
     "shear_y": Operation(affine, lambda level, sign, size: _matrices(len(level), d=sign * level * 0.3 / 10)),
-    "translate_x": Operation(
-        affine, lambda level, sign, size: _matrices(len(level), c=sign * _whole(level, size / 3))
-    ),
-    "translate_y": Operation(
-        affine, lambda level, sign, size: _matrices(len(level), f=sign * _whole(level, size / 3))
-    ),
+    "translate_x": Operation(affine, lambda level, sign, size: _matrices(len(level), c=sign * _whole(level, size / 3))),
+    "translate_y": Operation(affine, lambda level, sign, size: _matrices(len(level), f=sign * _whole(level, size / 3))),
     "colour": Operation(colour, _enhance),
     "contrast": Operation(contrast, _enhance),
     "brightness": Operation(brightness, _enhance),
@@ -228,9 +218,7 @@ class Plan:
     coefficients: Tensor  # (B, 1+C) float32
     rows: Tensor  # (R,) int64
     parameters: Tensor  # (R, 6) float64; a single parameter stands in the first column
-    chains: list[
-        list[tuple[Apply, slice]]
-    ]  # strokes, in order: what to do, and its part of rows and parameters
+    chains: list[list[tuple[Apply, slice]]]  # strokes, in order: what to do, and its part of rows and parameters
 
     def to(self, move: Callable[[Tensor], Tensor]) -> Plan:
         return Plan(move(self.coefficients), move(self.rows), move(self.parameters), self.chains)

@@ -32,9 +32,7 @@ class TrainingSet:
 
     def shuffled(self, tick: int, subset: np.ndarray | None = None, stream: int = 0) -> np.ndarray:
         """Every sample (of the subset) once, in the order of this tick."""
-        return order.shuffled(
-            len(self), self.seed, tick, stream, subset, self.shard_sizes, self.shuffle_window
-        )
+        return order.shuffled(len(self), self.seed, tick, stream, subset, self.shard_sizes, self.shuffle_window)
 
     def balanced(self, tick: int, length: int, stream: int = 0) -> np.ndarray:
         """`length` samples, every class equally often, cycling inside a class."""

@@ -100,9 +100,7 @@ def _pillow(data: memoryview) -> tuple[np.ndarray, bool]:
 
 def _refuse_bomb(width: int, height: int) -> None:
     if width * height > MAX_PIXELS:
-        raise DecodeError(
-            f"{width}x{height} pixels is more than the {MAX_PIXELS // 1_000_000} million allowed"
-        )
+        raise DecodeError(f"{width}x{height} pixels is more than the {MAX_PIXELS // 1_000_000} million allowed")
 
 
 def resize(picture: np.ndarray, height: int, width: int) -> np.ndarray:

@@ -32,9 +32,7 @@ MEMORY = 1 << 30  # bytes for decoded pictures waiting to be cut
 class BetonLoader(Loader):
     """A Loader whose pictures come from the FFCV file of the split."""
 
-    def __init__(
-        self, split: Samples, config: DataConfig, seed: int, world: World, accumulate: int = 1
-    ) -> None:
+    def __init__(self, split: Samples, config: DataConfig, seed: int, world: World, accumulate: int = 1) -> None:
         super().__init__(split, config, seed, world, accumulate)
         path = getattr(split, "beton", None)
         if not path:
@@ -132,9 +130,7 @@ class _Beton:
         names = list(reader.handlers)
         images = [n for n, handler in reader.handlers.items() if isinstance(handler, RGBImageField)]
         if len(images) != 1:
-            raise UserError(
-                f"{path} must have one picture per sample, not {len(images)}. Build the shards anew."
-            )
+            raise UserError(f"{path} must have one picture per sample, not {len(images)}. Build the shards anew.")
         fields = reader.metadata[f"f{names.index(images[0])}"]
         self._shapes = np.stack([fields["height"], fields["width"]], 1).astype(np.int64)  # (N, 2)
         longest = int(self._shapes.prod(1).max(initial=1)) * 3 + 1
@@ -200,9 +196,7 @@ def _sizes(path: str, reader: Any, fields: np.ndarray) -> np.ndarray:
     pixels = fields["height"].astype(np.int64) * fields["width"] * 3
     raw = fields["mode"] == IMAGE_MODES["raw"]
     if (table["ptr"][place] != fields["data_ptr"]).any() or (sizes[raw] != pixels[raw]).any():
-        raise UserError(
-            f"{path} is damaged: a picture's length does not fit its size. Build the shards anew."
-        )
+        raise UserError(f"{path} is damaged: a picture's length does not fit its size. Build the shards anew.")
     return sizes
 
 

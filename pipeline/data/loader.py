@@ -77,9 +77,7 @@ def _constants(values: Sequence[float], world: World) -> Tensor:
 class Loader:
     """Batches of one split. Its whole state is the (tick, step) the caller asks for."""
 
-    def __init__(
-        self, split: Samples, config: DataConfig, seed: int, world: World, accumulate: int = 1
-    ) -> None:
+    def __init__(self, split: Samples, config: DataConfig, seed: int, world: World, accumulate: int = 1) -> None:
         self.split, self.config, self.seed = split, config, seed
         self.world, self.accumulate = world, accumulate
         self.views = Views(config)
@@ -107,9 +105,7 @@ class Loader:
         config, world = self.config, self.world
         allowed = int(np.ceil(config.max_bad * len(walk.order) / world.size))
         failed: dict[int, str] = {}
-        todo = micro_batches(
-            walk, config.batch, self.accumulate, config.mix_group, world.rank, world.size, first_step
-        )
+        todo = micro_batches(walk, config.batch, self.accumulate, config.mix_group, world.rank, world.size, first_step)
         with closing(self._fill(todo, walk.views, tick, self._foretell(walk.order, walk.beside))) as filled:
             for micro, parts in filled:
                 failed.update(self._note(parts))

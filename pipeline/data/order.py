@@ -32,9 +32,7 @@ def shuffled(
     """
     rng = keyed_generator(seed, tick, stream, 0, _SHUFFLED)
     if not window:
-        return rng.permutation(n if subset is None else np.asarray(subset, np.int64)).astype(
-            np.int64, copy=False
-        )
+        return rng.permutation(n if subset is None else np.asarray(subset, np.int64)).astype(np.int64, copy=False)
     ends = np.cumsum(np.asarray(shard_sizes, np.int64))  # (S,) sample indices run through the shards in order
     if not len(ends) or ends[-1] != n:
         raise ValueError(f"the shards hold {ends[-1] if len(ends) else 0} samples, not {n}")
@@ -49,9 +47,7 @@ def shuffled(
     return np.concatenate(parts)
 
 
-def balanced(
-    given: np.ndarray, classes: int, seed: int, tick: int, length: int, stream: int = 0
-) -> np.ndarray:
+def balanced(given: np.ndarray, classes: int, seed: int, tick: int, length: int, stream: int = 0) -> np.ndarray:
     """`length` samples in rounds; a round holds every class that has samples once, in random order.
 
     Inside a class the members are walked in shuffled order, all of them before any comes again.

@@ -50,9 +50,7 @@ def believed(margin_NR: Tensor, fake_NR: Tensor, given_N: Tensor, percentile: fl
     would lose all its samples keeps them.
     """
     rows = [margin_NR[fake_NR[:, r], r].double() for r in range(margin_NR.shape[1])]
-    threshold_R = torch.stack(
-        [row.quantile(percentile) if len(row) else row.new_tensor(-torch.inf) for row in rows]
-    )
+    threshold_R = torch.stack([row.quantile(percentile) if len(row) else row.new_tensor(-torch.inf) for row in rows])
     low = (margin_NR < threshold_R) | fake_NR
     keep = ~low.all(1) | fake_NR.all(1)
     left = torch.zeros(int(given_N.max()) + 1, device=given_N.device).index_add_(0, given_N, keep.float())

@@ -122,9 +122,6 @@ class NCM(CrossEntropy):
         """Minus the squared distance to each class mean."""
         features, logits = self.judge(images)
         near = -(
-            torch.cdist(
-                centred(features, self.centre), self.means, compute_mode="donot_use_mm_for_euclid_dist"
-            )
-            ** 2
+            torch.cdist(centred(features, self.centre), self.means, compute_mode="donot_use_mm_for_euclid_dist") ** 2
         )
         return {"nearest_mean": near.masked_fill(~self.present, FAR), "linear": logits.float()}

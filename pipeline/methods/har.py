@@ -147,15 +147,11 @@ class HAR(OneNetwork):
                 # The root of zero has no derivative.
                 norms_B = norms_B + (gradient.flatten(1).square().sum(1) + 1e-12).sqrt()
             total = self.world.sum(weight_B.sum()).clamp_min(1e-8)
-            return (
-                self.world.mean_over(self.strengths[batch.label] * norms_B, batch.valid) / total * batch.share
-            )
+            return self.world.mean_over(self.strengths[batch.label] * norms_B, batch.valid) / total * batch.share
 
     def _norms(self) -> list[nn.BatchNorm2d | nn.GroupNorm]:
         """The normalisations of the residual blocks: all but the stem's."""
-        return [m for m in self.network.backbone.modules() if isinstance(m, nn.BatchNorm2d | nn.GroupNorm)][
-            1:
-        ]
+        return [m for m in self.network.backbone.modules() if isinstance(m, nn.BatchNorm2d | nn.GroupNorm)][1:]
 
     @contextmanager
     def _watched(self) -> Iterator[list[Tensor]]:
@@ -168,9 +164,7 @@ class HAR(OneNetwork):
 
         # timm joins normalisation and activation in one module; `drop` is what lies between them.
         points = [getattr(layer, "drop", layer) for layer in self._norms()]
-        handles = [
-            p.register_forward_hook(lambda _m, _i, out, n=n: keep(n, out)) for n, p in enumerate(points)
-        ]
+        handles = [p.register_forward_hook(lambda _m, _i, out, n=n: keep(n, out)) for n, p in enumerate(points)]
         try:
             kept: list[Tensor] = []
             yield kept

@@ -16,9 +16,7 @@ from pipeline.world import World
 @torch.no_grad()
 def accumulate(memory: Tensor, batch: Batch, value_B: Tensor, world: World) -> None:
     """memory[i] += value of sample i, for the samples of all ranks. What is not finite is left out."""
-    index_G, valid_G, value_G = (
-        world.gather_rows(v, batch.rows) for v in (batch.index, batch.valid, value_B)
-    )
+    index_G, valid_G, value_G = (world.gather_rows(v, batch.rows) for v in (batch.index, batch.valid, value_B))
     real = _column(valid_G, value_G) > 0
     memory.index_add_(0, index_G, torch.where(real & value_G.isfinite(), value_G, 0).to(memory.dtype))
 
@@ -40,9 +38,7 @@ def places(value_B: Tensor, batch: Batch, world: World) -> tuple[Tensor, Tensor]
     by_value = by_value[
         (valid_G[by_value] <= 0).to(torch.uint8).argsort(stable=True)
     ]  # real rows first, even endless ones
-    place_G = torch.empty_like(by_value).scatter_(
-        0, by_value, torch.arange(len(by_value), device=by_value.device)
-    )
+    place_G = torch.empty_like(by_value).scatter_(0, by_value, torch.arange(len(by_value), device=by_value.device))
     return place_G[own_rows(batch, world)], valid_G.sum()
 
 

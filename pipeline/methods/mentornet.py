@@ -29,9 +29,7 @@ def quantile(values_G: Tensor, valid_G: Tensor, part: float) -> Tensor:
     position = (part * last).clamp_min(0)
     low = position.floor().long()
     high = torch.minimum(low + 1, last.clamp_min(0))
-    found = torch.lerp(ordered[low].double(), ordered[high].double(), position.double() - low).to(
-        values_G.dtype
-    )
+    found = torch.lerp(ordered[low].double(), ordered[high].double(), position.double() - low).to(values_G.dtype)
     return torch.where(last >= 0, found, 0)
 
 
@@ -59,9 +57,7 @@ class MentorNet(OneNetwork):
         remember(self.weight, batch, weight, self.world)
         remember(self.score, batch, torch.exp(-loss_B), self.world)
         early = self.progress < self.options.dropout_part
-        seen = mixing.chances(batch, DROPOUT) >= (
-            self.options.dropout if early else self.options.dropout_late
-        )
+        seen = mixing.chances(batch, DROPOUT) >= (self.options.dropout if early else self.options.dropout_late)
         loss = self.world.mean_over(loss_B, weight * seen * batch.valid)
         return {"loss": loss, "moving_percentile": self.moving.clone()}
 

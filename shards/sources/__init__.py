@@ -81,7 +81,6 @@ def collect(config: BuildConfig, log: Log) -> Collection:
     if len(empty):
         names = ", ".join(f"'{found.classes[k]}'" for k in empty[:5]) + (", ..." if len(empty) > 5 else "")
         raise UserError(
-            f"{len(empty)} of {classes} classes have no training picture: {names}. Add pictures, or take the "
-            "class out."
+            f"{len(empty)} of {classes} classes have no training picture: {names}. Add pictures, or take the class out."
         )
     return found

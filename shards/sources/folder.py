@@ -22,14 +22,10 @@ def class_folders(root: Path) -> list[str]:
     """Names of the class folders, sorted."""
     if not root.is_dir():
         raise UserError(f"There is no folder {root}. path must name a folder with one folder for each class.")
-    names = sorted(
-        entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith(".")
-    )
+    names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
     for name in names:
         if not is_text(name):
-            raise UserError(
-                f"The class folder '{shown(name)}' in {root} has a name that is not UTF-8. Rename it."
-            )
+            raise UserError(f"The class folder '{shown(name)}' in {root} has a name that is not UTF-8. Rename it.")
     return names
 
 
@@ -85,6 +81,4 @@ def collect(config: BuildConfig, log: Log) -> Collection:
         splits, rejected = {"train": rows, "test": test}, rejected + more
     else:
         splits = split_off(rows, len(classes), config)
-    return Collection(
-        "folder", classes, splits, FileReader(roots, int(config.max_picture_mb * 1e6)), rejected
-    )
+    return Collection("folder", classes, splits, FileReader(roots, int(config.max_picture_mb * 1e6)), rejected)

@@ -27,9 +27,7 @@ def read_table(path: str, columns: list[str], optional: tuple[str, ...] = ()) ->
         else:
             # Everything is text at first: class '007' must not become 7, nor 'NA' nothing.
             names = pa.csv.open_csv(file).schema.names
-            types = pa.csv.ConvertOptions(
-                column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False
-            )
+            types = pa.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
             table = pa.csv.read_csv(
                 file, convert_options=types, parse_options=pa.csv.ParseOptions(newlines_in_values=True)
             )
@@ -53,9 +51,7 @@ def read_table(path: str, columns: list[str], optional: tuple[str, ...] = ()) ->
             column = column.cast(column.type.value_type)
         text = column.cast(pa.string()).combine_chunks()
         if name in columns and text.null_count:
-            raise UserError(
-                f"{file}, row {_first_null(text) + 1}: column '{name}' is empty. Fill it or drop the row."
-            )
+            raise UserError(f"{file}, row {_first_null(text) + 1}: column '{name}' is empty. Fill it or drop the row.")
         out[name] = text
     return pa.table(out)
 
@@ -75,9 +71,7 @@ def to_numbers(column: pa.Array, classes: list[str], where: str) -> NDArray[np.i
         if value and value not in by_name:
             row = column.index(value).as_py() + 1
             shown = ", ".join(classes[:5]) + (", ..." if len(classes) > 5 else "")
-            raise UserError(
-                f"{where}, row {row}: there is no class '{value}'. Classes are {shown}. Correct the label."
-            )
+            raise UserError(f"{where}, row {row}: there is no class '{value}'. Classes are {shown}. Correct the label.")
         numbers.append(by_name[value] if value else -1)
     table = np.array([*numbers, -1], np.int32)
     return table[encoded.indices.fill_null(len(numbers)).to_numpy(zero_copy_only=False)]

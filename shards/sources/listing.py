@@ -49,9 +49,7 @@ def collect(config: BuildConfig, log: Log) -> Collection:
 
 
 def _read(path: str, config: BuildConfig) -> pa.Table:
-    table = read_table(
-        path, [config.path_column, config.label_column], (config.true_column, config.split_column)
-    )
+    table = read_table(path, [config.path_column, config.label_column], (config.true_column, config.split_column))
     for setting, column, usual in (
         ("true_column", config.true_column, "true_label"),
         ("split_column", config.split_column, "split"),
@@ -102,8 +100,7 @@ def _rows(table: pa.Table, classes: list[str], where: str, config: BuildConfig) 
 def _key(path: str, row: int, where: str) -> str:
     if not path or _OUTSIDE.search(path):
         raise UserError(
-            f"{where}, row {row}: the path '{path}' is not below the root folder. Paths must be relative, "
-            "without '..'."
+            f"{where}, row {row}: the path '{path}' is not below the root folder. Paths must be relative, without '..'."
         )
     return posixpath.normpath(path)
 

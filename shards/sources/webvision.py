@@ -42,15 +42,11 @@ def collect(config: BuildConfig, log: Log) -> Collection:
     for name, title in (("test", "WebVision"), ("imagenet", "ILSVRC-2012")):
         if name in splits:
             found = len(splits[name])
-            short = (
-                "" if found == expected else f"; {expected} were published, figures will not be comparable"
-            )
+            short = "" if found == expected else f"; {expected} were published, figures will not be comparable"
             log(f"{title} validation: {found} pictures{short}.")
     if rejected:
         log(f"{len(rejected)} listed files are missing, the first: {rejected[0][1]}")
-    return Collection(
-        "webvision", classes, splits, FileReader(roots, int(config.max_picture_mb * 1e6)), rejected
-    )
+    return Collection("webvision", classes, splits, FileReader(roots, int(config.max_picture_mb * 1e6)), rejected)
 
 
 def _text(root: Path, name: str) -> Path:
@@ -90,14 +86,10 @@ def _list(root: Path, name: str, classes: int, prefix: str) -> Rows:
             f"{file} cannot be read ({str(error).strip()}). Its lines must be 'path class-number'."
         ) from None
     labels = table["label"].to_numpy()
-    paths: list[str] = [
-        f"{prefix}{path}" for path in table["path"].filter(pa.array(labels < classes)).to_pylist()
-    ]
+    paths: list[str] = [f"{prefix}{path}" for path in table["path"].filter(pa.array(labels < classes)).to_pylist()]
     bad = next((path for path in paths if path.startswith("/") or ".." in path.split("/")), None)
     if bad is not None:
-        raise UserError(
-            f"{file}: the path '{bad}' is not below the folder. Take the list as it was published."
-        )
+        raise UserError(f"{file}: the path '{bad}' is not below the folder. Take the list as it was published.")
     kept = labels[labels < classes].astype(np.int32)
     if len(kept) and kept.min() < 0:
         raise UserError(f"{file}: a class number is negative. Take the list as it was published.")

@@ -103,6 +103,7 @@ def test_a_store_that_does_not_answer_is_worth_another_try(
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody listens there
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "y")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setattr(storage.patiently, "__defaults__", (0.5,))
     storage._filesystem.cache_clear()
     code, said = ends_with([*TINY, "shards.url=s3://bucket/x", f"output={output}"], capsys)

@@ -32,9 +32,7 @@ def fill(root: Path, counts: dict[str, int], kind: str = "jpeg") -> Path:
         (root / name).mkdir(parents=True, exist_ok=True)
         for number in range(count):
             seed += 1
-            (root / name / f"{number:03d}.{'jpg' if kind == 'jpeg' else kind}").write_bytes(
-                picture(seed, kind=kind)
-            )
+            (root / name / f"{number:03d}.{'jpg' if kind == 'jpeg' else kind}").write_bytes(picture(seed, kind=kind))
     return root
 
 

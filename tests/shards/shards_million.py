@@ -44,10 +44,7 @@ def build(samples: int, output: str) -> dict[str, float]:
     labels = (np.arange(samples) % 1000).astype(np.int32)
     chunks = [
         pa.array(
-            [
-                f"q{i % 1632:04d}/a_name_as_long_as_usual_{i:09d}.jpg"
-                for i in range(start, min(start + 50000, samples))
-            ]
+            [f"q{i % 1632:04d}/a_name_as_long_as_usual_{i:09d}.jpg" for i in range(start, min(start + 50000, samples))]
         )
         for start in range(0, samples, 50000)
     ]

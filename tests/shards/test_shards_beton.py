@@ -83,9 +83,7 @@ def test_a_writer_that_dies_ends_the_build(tmp_path: Path, build: Build) -> None
     url = build(source="folder", path=str(fill(tmp_path / "in", {"ant": 6, "bee": 5})))
     about = read_manifest(url)
     info = about.splits["test"]
-    wrong = about.model_copy(
-        update={"splits": {"test": info.model_copy(update={"samples": info.samples + 1})}}
-    )
+    wrong = about.model_copy(update={"splits": {"test": info.model_copy(update={"samples": info.samples + 1})}})
     with pytest.raises(UserError, match="Writing FFCV files failed"):
         beton.add_betons(storage.store_at(url), wrong, False, lambda _: None)
     assert not list(Path(url).rglob("*.tmp"))

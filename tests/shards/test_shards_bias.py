@@ -26,9 +26,7 @@ def noisy(
 ) -> np.ndarray:
     rng = bias.generator(seed, "noise")
     shuffled, draws = rng.permutation(len(labels)), rng.random(len(labels))
-    return bias.add_noise(
-        labels, np.arange(len(labels)), labels.max() + 1, ratio, kind, shuffled, draws, wrong
-    )
+    return bias.add_noise(labels, np.arange(len(labels)), labels.max() + 1, ratio, kind, shuffled, draws, wrong)
 
 
 @pytest.mark.parametrize("rho", [10, 50, 100])
@@ -100,9 +98,7 @@ def test_drawn_labels_follow_the_expected_matrix(kind: str) -> None:
     kind=st.sampled_from(["prior", "symmetric"]),
     seed=st.integers(0, 5),
 )
-def test_exactly_so_many_flips_and_never_to_itself(
-    counts: list[int], ratio: float, kind: str, seed: int
-) -> None:
+def test_exactly_so_many_flips_and_never_to_itself(counts: list[int], ratio: float, kind: str, seed: int) -> None:
     labels = clean(counts)
     changed = noisy(labels, ratio, kind, seed)
     assert (changed != labels).sum() == int(ratio * len(labels))
@@ -156,7 +152,5 @@ def test_a_class_keeps_the_first_of_its_shuffled_rows() -> None:
 
 def test_the_held_out_part_is_stratified() -> None:
     labels = clean([100, 50, 2, 1])
-    test = bias.hold_out(
-        labels, np.arange(len(labels)), 4, 0.1, bias.generator(0, "x").permutation(len(labels))
-    )
+    test = bias.hold_out(labels, np.arange(len(labels)), 4, 0.1, bias.generator(0, "x").permutation(len(labels)))
     assert bias.counts_of(labels[test], 4).tolist() == [10, 5, 1, 0]

@@ -209,9 +209,7 @@ def test_wrong_options_end_with_a_sentence_and_nothing_written(
 def test_the_command_ends_with_code_2_one_sentence_and_without_torch(tmp_path: Path) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "shards.build", "rhoo=3"]
     root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True
-    )
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True)
     assert done.returncode == 2
     assert "error: There is no setting 'rhoo'. Did you mean 'rho'?" in done.stderr
     assert "Traceback" not in done.stderr

@@ -155,9 +155,7 @@ class TestConversion:
 
 
 class TestResize:
-    @pytest.mark.parametrize(
-        ("kind", "mode"), [("jpeg", "RGB"), ("png", "RGB"), ("webp", "RGB"), ("jpeg", "L")]
-    )
+    @pytest.mark.parametrize(("kind", "mode"), [("jpeg", "RGB"), ("png", "RGB"), ("webp", "RGB"), ("jpeg", "L")])
     @pytest.mark.parametrize("size", [(200, 100), (33, 500), (64, 64)])
     def test_the_short_side_is_what_was_asked(self, kind: str, mode: str, size: tuple[int, int]) -> None:
         data, extension = admit(picture(5, size, kind, mode), SMALL)
@@ -254,9 +252,7 @@ class TestBuildWithBadPictures:
 
     def test_too_many_end_the_build_with_examples(self, root: Path, build: Build) -> None:
         self.spoil(root)
-        with pytest.raises(
-            UserError, match=r"8 of \d+ pictures cannot be used, more than max_rejected=0.05"
-        ) as caught:
+        with pytest.raises(UserError, match=r"8 of \d+ pictures cannot be used, more than max_rejected=0.05") as caught:
             build(source="folder", path=str(root), max_rejected=0.05)
         assert "empty file" in str(caught.value)
         assert "raise max_rejected" in str(caught.value)
@@ -286,9 +282,7 @@ class TestBuildWithBadPictures:
             ),
         ],
     )
-    def test_collections_that_cannot_work(
-        self, counts, options, sentence: str, tmp_path: Path, build: Build
-    ) -> None:
+    def test_collections_that_cannot_work(self, counts, options, sentence: str, tmp_path: Path, build: Build) -> None:
         root = fill(tmp_path / "few", counts)
         root.mkdir(exist_ok=True)
         with pytest.raises(UserError, match=sentence):

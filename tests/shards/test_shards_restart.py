@@ -44,9 +44,7 @@ class Killed(BaseException):
     pass
 
 
-def test_killed_at_every_step_and_started_again(
-    options, build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_at_every_step_and_started_again(options, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each start may change three files, then it is stopped; at the end the bytes are the same."""
     wanted = contents(build("undisturbed", **options))
     from shards.storage import LocalStore
@@ -79,9 +77,7 @@ def test_killed_at_every_step_and_started_again(
 
 def start(arguments: list[str], **environment: str) -> subprocess.Popen:
     env = os.environ | {"PYTHONPATH": ROOT} | environment
-    return subprocess.Popen(
-        [sys.executable, "-m", "shards.build", *arguments], env=env, stderr=subprocess.PIPE
-    )
+    return subprocess.Popen([sys.executable, "-m", "shards.build", *arguments], env=env, stderr=subprocess.PIPE)
 
 
 def until(condition: Callable[[], object], seconds: float = 60) -> None:
@@ -143,9 +139,7 @@ def _alive(process: int) -> bool:
         return False
 
 
-def test_a_changed_input_is_not_mixed_with_the_old(
-    options, build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_input_is_not_mixed_with_the_old(options, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(self, plans):
         raise Killed
 
@@ -159,9 +153,7 @@ def test_a_changed_input_is_not_mixed_with_the_old(
 
 
 @pytest.mark.parametrize("name", ["holiday.jpg", "train-000000.tar", "mine.parquet"])
-def test_a_folder_with_other_files_is_refused_and_left_alone(
-    name: str, options, build: Build, tmp_path: Path
-) -> None:
+def test_a_folder_with_other_files_is_refused_and_left_alone(name: str, options, build: Build, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).write_bytes(b"precious")
     with pytest.raises(UserError, match=rf"out holds other files \({name}\)\. Choose an empty or new folder"):

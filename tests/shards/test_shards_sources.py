@@ -66,15 +66,11 @@ class TestFolder:
         assert train.clean_counts.tolist() == [9, 18, 36]
         assert train.manifest.bias.flipped == 15
         assert train.flipped.sum() == 15
-        assert np.array_equal(
-            train.flipped, train.given != train.true
-        )  # what was there before counts as true
+        assert np.array_equal(train.flipped, train.given != train.true)  # what was there before counts as true
 
     def test_splits_are_not_mistaken_for_classes(self, tmp_path: Path, build: Build) -> None:
         fill(tmp_path / "in", {"train": 2, "val": 2})
-        with pytest.raises(
-            UserError, match=r"look like splits, not classes. Set path=.*train validation_path=.*val"
-        ):
+        with pytest.raises(UserError, match=r"look like splits, not classes. Set path=.*train validation_path=.*val"):
             build(source="folder", path=str(tmp_path / "in"))
 
     def test_other_files_are_left_out_and_counted(self, tmp_path: Path, build: Build) -> None:
@@ -140,9 +136,7 @@ class TestList:
         assert not train.flipped.any()
 
     def test_columns_by_other_names(self, rows, tmp_path: Path, build: Build) -> None:
-        renamed = [
-            {"file": r["path"], "noisy_50": r["label"], "is_valid": r["split"] == "test"} for r in rows
-        ]
+        renamed = [{"file": r["path"], "noisy_50": r["label"], "is_valid": r["split"] == "test"} for r in rows]
         url = build(
             source="list",
             path=self.write(tmp_path / "l.csv", renamed),
@@ -213,9 +207,7 @@ class TestList:
         about = open_split(url).manifest
         assert about.rejected.reasons == {"missing file": 1}
         assert len(open_split(url)) == 8
-        with pytest.raises(
-            UserError, match=r"1 of 12 pictures cannot be used.*\n  train: x/004\.jpg: missing file"
-        ):
+        with pytest.raises(UserError, match=r"1 of 12 pictures cannot be used.*\n  train: x/004\.jpg: missing file"):
             build("strict", source="list", path=file)
 
 
@@ -287,9 +279,7 @@ class TestWebVision:
         file = tree / "info/val_filelist.txt"
         file.write_text("".join(file.read_text().splitlines(True)[:-60]))
         build(source="webvision", path=str(tree), classes=50)
-        assert any(
-            "2450 pictures; 2500 were published, figures will not be comparable" in s for s in build.said
-        )
+        assert any("2450 pictures; 2500 were published, figures will not be comparable" in s for s in build.said)
 
     def test_what_is_missing_is_named(self, tree: Path, build: Build) -> None:
         with pytest.raises(UserError, match=r"has no folder n01440764.*one folder for each WordNet id"):
@@ -332,9 +322,7 @@ class TestCifar:
             assert opened.classes == ["ant", "bee", "cat", "dog"]
             for index, key in enumerate(opened.keys()):
                 number = int(key.split("-")[1])
-                assert np.array_equal(
-                    pixels(opened.read(index)), data[number].reshape(3, 32, 32).transpose(1, 2, 0)
-                )
+                assert np.array_equal(pixels(opened.read(index)), data[number].reshape(3, 32, 32).transpose(1, 2, 0))
                 assert opened.given[index] == labels[number]
 
     def test_a_batch_that_is_a_program_is_refused_and_not_run(self, tmp_path: Path, build: Build) -> None:
@@ -348,9 +336,7 @@ class TestCifar:
         assert not (tmp_path / "trapped").exists()
 
     def test_a_batch_written_by_python_2(self) -> None:
-        array = (
-            b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R(K\x01K\x02K\x03\x86"
-        )
+        array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R(K\x01K\x02K\x03\x86"
         numbers = b"J\xff\xff\xff\xffJ\xff\xff\xff\xff"
         kind = b"cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R(K\x03U\x01|NNN" + numbers + b"K\x00tb"
         content = b"\x89U\x06abc\xffeftb"
@@ -359,9 +345,7 @@ class TestCifar:
         assert found["data"].tolist() == [[97, 98, 99], [255, 101, 102]]
         assert found["labels"] == [3, 0]
 
-    @pytest.mark.parametrize(
-        "data", [b"", b"\x80\x02", b"\x80\x02K\x01.", b"garbage", pickle.dumps({"a": {1, 2}})]
-    )
+    @pytest.mark.parametrize("data", [b"", b"\x80\x02", b"\x80\x02K\x01.", b"garbage", pickle.dumps({"a": {1, 2}})])
     def test_damaged_batches(self, data: bytes) -> None:
         with pytest.raises(batches.NotPlainData):
             batches.read_batch(data)
@@ -385,9 +369,7 @@ class TestCifar:
         with pytest.raises(UserError, match=r"sha256 differs.*npm pack"):
             build(source="cifar10", path=str(tmp_path))
 
-    def test_the_layout_of_the_package(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: Build
-    ) -> None:
+    def test_the_layout_of_the_package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: Build) -> None:
         import hashlib
 
         rng = np.random.default_rng(0)
@@ -413,9 +395,7 @@ class TestCifar:
         train = open_split(url)
         assert train.classes[0] == "airplane"
         where = {key: index for index, key in enumerate(train.keys())}
-        assert np.array_equal(
-            pixels(train.read(where["train-17"])), raw["data_batch_5"][1].reshape(32, 32, 3)
-        )
+        assert np.array_equal(pixels(train.read(where["train-17"])), raw["data_batch_5"][1].reshape(32, 32, 3))
         assert train.given[where["train-17"]] == 7
 
     @pytest.mark.slow

@@ -125,9 +125,7 @@ class Flaky:
 
 
 @pytest.mark.parametrize("fault", ["cut", "flip", OSError("connection reset"), TimeoutError()])
-def test_a_bad_download_is_noticed_and_done_again(
-    fault, remote: str, cache: CacheConfig, monkeypatch
-) -> None:
+def test_a_bad_download_is_noticed_and_done_again(fault, remote: str, cache: CacheConfig, monkeypatch) -> None:
     flaky = Flaky(monkeypatch, fault, fault)
     shard = shards_of(remote)[0]
     path = Cache(store_at(remote), cache).local(shard)
@@ -364,9 +362,7 @@ def _wander(local: str, cache: CacheConfig, seed: int) -> None:
 def test_processes_keep_the_budget_together(local: str, tmp_path: Path) -> None:
     about = read_manifest(local).splits["train"]
     budget = about.table.bytes + 3 * max(shard.bytes for shard in about.shards)
-    cache = CacheConfig(
-        folder=str(tmp_path / "cache"), max_gb=budget / 1e9, reserve_gb=0, ahead=1, deadline=30
-    )
+    cache = CacheConfig(folder=str(tmp_path / "cache"), max_gb=budget / 1e9, reserve_gb=0, ahead=1, deadline=30)
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=_wander, args=(local, cache, seed)) for seed in range(3)]
     for rank in ranks:
