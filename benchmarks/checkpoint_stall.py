@@ -46,7 +46,7 @@ def timed(checkpointer: Checkpointer, step: int, tree: dict[str, dict[str, torch
 
 
 def main() -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # as `make` runs ranks on small machines; threads that fight for cores copy slower
     tree = state()
     pairs: list[tuple[float, float]] = []
     written: list[float] = []
@@ -81,6 +81,7 @@ def main() -> None:
             "platform": platform.platform(),
             "python": platform.python_version(),
             "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
         },
     }
     out = Path(__file__).parent / "results" / "checkpoint_stall.json"
