@@ -32,7 +32,7 @@ from pipeline.models.network import Network
 from pipeline.tracking import Tracker
 
 PAIRS = int(sys.argv[1]) if len(sys.argv) > 1 else 20
-STEPS, WARM = 100, 10
+STEPS, WARM = 60, 10
 KEYS = [f"loss/part{k}" for k in range(12)]
 
 
@@ -41,7 +41,7 @@ def make_step() -> Callable[[], float]:
     torch.set_num_threads(1)
     network = Network(ModelConfig(width=16), classes=10)
     optimizer = torch.optim.SGD(network.parameters(), 0.01, momentum=0.9)
-    images, labels = torch.randn(32, 3, 16, 16), torch.randint(0, 10, (32,))
+    images, labels = torch.randn(16, 3, 16, 16), torch.randint(0, 10, (16,))
 
     def step() -> float:
         loss = torch.nn.functional.cross_entropy(network(images)[1], labels)
@@ -90,7 +90,7 @@ def block(step: Callable[[], float], uri: str, folder: Path) -> tuple[float, flo
         tracker.log(number, dict.fromkeys(KEYS, loss))
         wall.append(time.perf_counter() - start)
         cpu.append(time.thread_time() - spent)
-    arrived = tracker.finish("FINISHED")
+    arrived = tracker.finish("FINISHED", wait=30.0 if tracker.run_id else 5.0)
     return statistics.median(wall[WARM:]), statistics.median(cpu[WARM:]), arrived
 
 
@@ -108,6 +108,14 @@ def count(uri: str) -> int:
             assert len(steps) == len(set(steps)), "a point was logged twice"
             total += len(steps)
     return total
+
+
+def verdict(ratios: list[float], lost: int) -> str:
+    """Only a spread that clears the limit decides."""
+    low, _, high = statistics.quantiles(ratios, n=4)
+    if lost or low > 1.01:
+        return "fails"
+    return "holds" if high <= 1.01 else "nothing lost; time undecided: the quartiles straddle 1.01"
 
 
 def main() -> None:
@@ -138,7 +146,7 @@ def main() -> None:
     cpu = [dead[1] / alive[1] for dead, alive in pairs]
     result = {
         "claim": "step time dead / alive <= 1.01, 0 metrics lost after replay",
-        "holds": statistics.median(wall) <= 1.01 and lost == 0,
+        "verdict": verdict(wall, lost),
         "wall_ratio_median": statistics.median(wall),
         "wall_ratio_quartiles": statistics.quantiles(wall, n=4)[::2],
         "cpu_ratio_median": statistics.median(cpu),
@@ -148,7 +156,7 @@ def main() -> None:
         "metrics_lost": lost,
         "pairs": PAIRS,
         "steps_per_block": STEPS,
-        "command": "python benchmarks/tracking_outage.py",
+        "command": f"python benchmarks/tracking_outage.py {PAIRS}",
         "machine": {
             "cores": os.cpu_count(),
             "load_average": os.getloadavg(),
