@@ -13,9 +13,11 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import normalize
@@ -66,6 +68,45 @@ def seconds(n: int, repeats: int = 15) -> list[float]:
     return out
 
 
+def share_of_epoch() -> dict[str, float]:
+    """Prototypes, cleaning (neighbour rule included) and their metrics, without the survey's forward pass, on digits."""
+    from pipeline import config as configuration
+    from pipeline import train
+
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["train.epochs=8", "method.cleaning_start=2", "tracking.uri=", "tracking.system_metrics=false"]
+        config = configuration.load([*words, f"output={folder}/run", f"shards.output={folder}/shards"])
+        trainer, _ = train.build(config, World())
+        spent = {"cleaning": 0.0, "epoch": 0.0}
+        survey, believe, end, epoch = trainer._survey, trainer._believe, trainer.method.end_epoch, trainer._epoch
+        in_survey = [0.0]
+
+        def timed(function: Any, total: str) -> Any:
+            def call(*args: Any) -> Any:
+                start, before = time.perf_counter(), in_survey[0]
+                out = function(*args)
+                if trainer.method.cleaning_now:
+                    surveyed = in_survey[0] - before if total == "cleaning" else 0.0
+                    spent[total] += time.perf_counter() - start - surveyed
+                return out
+
+            return call
+
+        def surveyed() -> Any:
+            start = time.perf_counter()
+            out = survey()
+            in_survey[0] += time.perf_counter() - start
+            return out
+
+        trainer._survey = surveyed
+        trainer._believe = timed(believe, "cleaning")
+        trainer.method.end_epoch = timed(end, "cleaning")
+        trainer._epoch = timed(epoch, "epoch")
+        trainer.run()
+        trainer.checkpoints.close()
+    return {**spent, "share": spent["cleaning"] / spent["epoch"]}
+
+
 def main() -> None:
     torch.set_num_threads(1)
     if sys.argv[1:] == ["memory"]:
@@ -86,6 +127,7 @@ def main() -> None:
         "median_seconds": median,
         "quartiles": {n: statistics.quantiles(times, n=4) for n, times in runs.items()},
         "doubling": [median[b] / median[a] for a, b in pairwise(sizes)],
+        "digits": share_of_epoch(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, load {os.getloadavg()[0]:.1f}",
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
