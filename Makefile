@@ -45,7 +45,7 @@ headers: $(VENV)/ready
 demo: setup ## digits, rho=10, noise 0.5: cross-entropy against the Prototypical Classifier on 2 ranks, and a report
 	@for method in cross_entropy prototypical; do \
 	  echo; echo "== $$method =="; \
-	  $(RUN) -m pipeline.train --config configs/digits.yaml method.name=$$method seed=$(SEED) \
+	  $(RUN) -m pipeline.train --config configs/digits.yaml method.name=$$method seed=$(SEED) train.epochs=40 \
 	    output=$(DEMO)/$$method-$(SEED) tracking.uri=sqlite:///$(DEMO)/mlflow.db tracking.experiment=demo || exit 1; \
 	done
 	@$(BIN)/python -m pipeline.report --uri sqlite:///$(DEMO)/mlflow.db --experiment demo --out $(DEMO)

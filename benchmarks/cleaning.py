@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch.nn.functional import normalize
 
-from pipeline.cleaning import nearest_other, refine
-from pipeline.losses import prototype_logits
+from pipeline.cleaning import nearest_other, refine_all
+from pipeline.methods.options import Prototypical
 from pipeline.prototypes import class_prototypes
 from pipeline.world import World
 
-K, D, T = 50, 50, 0.3
+K, D = 50, 50
+OPTIONS = Prototypical(relabel_weight="half")
 
 
 def embeddings(n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,7 +38,7 @@ def embeddings(n: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def clean(z: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
     prototypes, _ = class_prototypes(z, given, torch.ones(len(z)), torch.zeros(K, D), World())
-    return refine(prototype_logits(z, prototypes, T), given, 0.05, "half").label
+    return refine_all(z, given, prototypes, 0.05, OPTIONS).label
 
 
 def peak_mb() -> float:

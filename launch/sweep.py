@@ -131,7 +131,9 @@ def _run_all(settings: dict[str, list[str]], out: Path, jobs: int) -> dict[str, 
 def _train(words: list[str], log: str) -> int:
     """One run in this worker process, which stays for the next: torch is imported once."""
     from pipeline import train
+    from pipeline.preemption import kill_when_orphaned
 
+    kill_when_orphaned()  # a run outlives a signal to save itself, but not its sweep
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with open(log, "a", encoding="utf-8") as file, contextlib.redirect_stderr(file), contextlib.redirect_stdout(file):
         try:

@@ -7,12 +7,16 @@ from torch import Tensor
 
 from pipeline.world import World
 
+BLOCK = 8192  # rows at a time: what is made on the way stays in the cache, and memory does not grow with N
+
 
 def class_sums(z_ND: Tensor, label_N: Tensor, weight_N: Tensor, classes: int) -> Tensor:
     """(K, D+1) float64: per class the weighted sum of embeddings and, last, the sum of weights."""
-    rows = torch.cat([z_ND.double(), torch.ones_like(z_ND[:, :1], dtype=torch.float64)], 1)
-    sums = torch.zeros(classes, rows.shape[1], dtype=torch.float64, device=z_ND.device)
-    return sums.index_add_(0, label_N, rows * weight_N.double()[:, None])
+    sums = torch.zeros(classes, z_ND.shape[1] + 1, dtype=torch.float64, device=z_ND.device)
+    for z, label, weight in zip(z_ND.split(BLOCK), label_N.split(BLOCK), weight_N.split(BLOCK)):
+        rows = torch.cat([z.double(), torch.ones_like(z[:, :1], dtype=torch.float64)], 1)
+        sums.index_add_(0, label, rows * weight.double()[:, None])
+    return sums
 
 
 def class_prototypes(

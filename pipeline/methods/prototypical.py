@@ -91,14 +91,11 @@ class Prototypical(OneNetwork):
         basis = (self._prototype_labels().clone(), self.weight.clone())
         self.prototypes.copy_(self._prototypes_of(survey))
         given = self._given(survey.index)
-        scores = {
-            "prototype": prototype_logits(survey["z"], self.prototypes, self.options.temperature),
-            "linear": survey["linear"],
-        }
-        told = {head: survey.everywhere(given_confidence(logits, given)) for head, logits in scores.items()}
+        part = cleaning.refine_all(survey["z"], given, self.prototypes, self.threshold, self.options)
+        linear = survey.everywhere(given_confidence(survey["linear"], given))
+        self.told = Beliefs(score=survey.everywhere(part.score), other_scores={"linear": linear}, basis=basis)
         if self.cleaning_now:
-            self._clean(survey, scores["prototype"], given)
-        self.told = Beliefs(score=told.pop("prototype"), other_scores=told, basis=basis)
+            self._believe(part, survey)
 
     def end_epoch(self, survey: Survey | None) -> None:
         if survey is not None:
@@ -120,9 +117,8 @@ class Prototypical(OneNetwork):
     def _given(self, index: Tensor) -> Tensor:
         return torch.from_numpy(self.data.given[index.cpu().numpy()]).to(index.device, torch.long)
 
-    def _clean(self, survey: Survey, logits: Tensor, given: Tensor) -> None:
-        """Refine this rank's part, then tell everybody."""
-        part = cleaning.refine(logits, given, self.threshold, self.options.relabel_weight, self.options.min_score)
+    def _believe(self, part: cleaning.Cleaned, survey: Survey) -> None:
+        """What this rank found about its part becomes everybody's belief."""
         self.refined.copy_(survey.everywhere(part.label.int()))  # gloo cannot send int16
         self.clean.copy_(survey.everywhere(part.clean.to(torch.uint8)).bool())
         if self.options.neighbour_rule and self.options.relabel_weight != "one":
