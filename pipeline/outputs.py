@@ -19,13 +19,19 @@ from shards.settings import UserError, to_yaml
 EMBEDDED = 1000  # test pictures on the embedding map
 
 
-def run_name(config: Config, source: str) -> str:
+def run_name(config: Config, source: str, rho: float, noise: float) -> str:
     """`digits rho=10 noise=0.5 prototypical seed=0`"""
-    return f"{source} rho={config.shards.rho:g} noise={config.shards.noise:g} {config.method.name} seed={config.seed}"
+    return f"{source} rho={rho:g} noise={noise:g} {config.method.name} seed={config.seed}"
 
 
 def default_folder(config: Config) -> str:
-    return "runs/" + run_name(config, config.shards.source).replace("=", "").replace(" ", "_")
+    """A readable name below runs/; finished shards lend it their own name, for their bias is not in the settings."""
+    shards = config.shards
+    if shards.url:
+        name = f"{Path(shards.url.rstrip('/')).name} {config.method.name} seed={config.seed}"
+    else:
+        name = run_name(config, shards.source, shards.rho, shards.noise)
+    return "runs/" + name.replace("=", "").replace(" ", "_")
 
 
 def make_folder(config: Config) -> Path:

@@ -149,8 +149,9 @@ def _tracker(config: Config, world: Any, folder: Path, train: Any, state: dict[s
         "noise": f"{train.manifest.bias.noise:g}",
     }
     params = flatten(config.model_dump(mode="json"))
-    tracker = Tracker(config.tracking, folder, outputs.run_name(config, train.manifest.source), params, tags, state)
     bias = train.manifest.bias
+    name = outputs.run_name(config, train.manifest.source, bias.rho, bias.noise)
+    tracker = Tracker(config.tracking, folder, name, params, tags, state)
     tracker.dataset({"name": train.manifest.source, "digest": train.manifest.hash[:32], "source": train.url,
                      "samples": len(train), "classes": len(train.classes), "rho": bias.rho, "noise": bias.noise})  # fmt: skip
     return tracker
