@@ -7,7 +7,7 @@
             survey -> evaluate -> log           with the beliefs and the network as they are now
             checkpoint
 
-Where it stands is five numbers (Position); stopped anywhere, it goes on there.
+Where it stands is six numbers (Position); stopped anywhere, it goes on there.
 """
 
 from __future__ import annotations
