@@ -18,6 +18,7 @@ from shards.config import BuildConfig
 from shards.settings import UserError, load, run
 from shards.sources import Log, collect
 from shards.storage import Store, store_at
+from shards.write import leave_out_pandas, prepare
 
 ABOUT = "Turn pictures into shards: webdataset tars or an FFCV file, a sample table and a manifest."
 
@@ -89,10 +90,13 @@ def main(argv: list[str]) -> int:
     config = load(BuildConfig, argv, "python -m shards.build", ABOUT)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     log: Log = print if rank == 0 else lambda text: None
+    if world == 1 and config.writers != 1 and not config.url:
+        prepare()
     place = ensure(config, log, rank, world)
     log(f"Finished shards: {store_at(place)}. Look at them with: python -m shards.inspect {store_at(place)}")
     return 0
 
 
 if __name__ == "__main__":
+    leave_out_pandas()
     run(main)

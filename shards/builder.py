@@ -29,7 +29,8 @@ from shards.write import Job, Part, Task, load_part, shard_name, write_all
 RECORD = "build.json"
 MADE_BY = "evenhand 0.1.0"
 SMALL = 5000  # fewer samples are written sooner by one process than others are started
-MOST_SAMPLES = 10_000  # in one shard: enough shards for many writers and a fine shuffling of the order
+MOST_SAMPLES = 10_000  # in one shard
+ENOUGH_SHARDS, FEWEST_SAMPLES = 32, 512  # small sets get smaller shards: work for many writers, but no crumbs
 PATIENCE = 1800.0  # seconds a rank waits for the others without any news
 _OURS = re.compile(r"(\w+-\d{6}\.tar|\w+\.parquet|\w+\.beton)")
 # One machine's paths, nobody else's business: not in the manifest.
@@ -109,7 +110,7 @@ class Build:
         self.store.remove_folder(".build")
 
     def _shard_samples(self, split: str, plan: Plan) -> int:
-        """As many samples as make up shard_mb, judged by some of the very pictures; small ones: 10 000."""
+        """As many samples as make up shard_mb, judged by some of the very pictures, but shards for everybody."""
         keys = self.found.splits[split].keys
         total, seen = 0, 0
         for row in plan.rows[:: max(1, len(plan) // 64)][:64].tolist():
@@ -119,7 +120,8 @@ class Build:
                 continue
             total, seen = total + len(data) + 2048, seen + 1
         fitting = int(self.config.shard_mb * 1e6 * seen / total) if seen else MOST_SAMPLES
-        return min(max(1, fitting), MOST_SAMPLES)
+        fair = max(FEWEST_SAMPLES, -(-len(plan) // ENOUGH_SHARDS))
+        return min(max(1, fitting), MOST_SAMPLES, fair)
 
     # ------------------------------------------------------------------------------------ writing
 

@@ -97,7 +97,9 @@ class BuildConfig(Settings):
     quality: int = Field(default=90, ge=1, le=100, description="JPEG quality of what is encoded anew")
     shard_mb: float = Field(default=256.0, gt=0, description="aimed size of a tar, in MB")
     shard_samples: int = Field(
-        default=0, ge=0, description="samples in a tar; 0: as many as shard_mb holds, at most 10 000"
+        default=0,
+        ge=0,
+        description="samples in a tar; 0: as many as shard_mb holds, at most 10 000, fewer if that gives 32 tars of 512",
     )
     decode_check: bool = Field(default=False, description="decode every picture even if its bytes stay untouched")
     max_pixels: int = Field(default=50_000_000, ge=1, description="larger pictures are rejected")

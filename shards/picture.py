@@ -53,7 +53,7 @@ def admit(data: bytes, rules: Rules) -> tuple[bytes, str]:
 
 def _plain_jpeg(data: bytes, rules: Rules) -> bytes | None:
     """The fast way for whole, upright grey or colour JPEG; None sends the picture the careful way."""
-    if data[-2:] != b"\xff\xd9" or data.find(b"Exif\0\0", 0, 4096) >= 0:
+    if data[-2:] != b"\xff\xd9" or _has_exif(data):
         return None
     try:
         height, width, space, _ = simplejpeg.decode_jpeg_header(data)
@@ -73,6 +73,16 @@ def _plain_jpeg(data: bytes, rules: Rules) -> bytes | None:
     if not shrink:
         return data
     return _jpeg(_shrunk(Image.fromarray(pixels), (width, height), rules.resize), rules.quality)
+
+
+def _has_exif(data: bytes) -> bool:
+    """Whether a JPEG carries EXIF: a look at the segments before its picture, not at the bytes in them."""
+    place = 2
+    while data[place : place + 1] == b"\xff" and (0xE0 <= data[place + 1] <= 0xEF or data[place + 1] == 0xFE):
+        if data[place + 4 : place + 10] == b"Exif\0\0":
+            return True
+        place += 2 + (data[place + 2] << 8) + data[place + 3]
+    return False
 
 
 def _any_picture(data: bytes, rules: Rules) -> tuple[bytes, str]:

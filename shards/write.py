@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
 from itertools import islice
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context, parent_process
 from typing import Any
 
 import numpy as np
@@ -184,17 +185,41 @@ def _earlier(store: Store, task: Task) -> Iterator[Callable[[int], tuple[bytes, 
         yield fetch
 
 
+# Writers are forked from a bare process, not from the caller: it may have threads, and file systems do not
+# survive a fork. That process imports what writers need once, however many there are.
+_processes = get_context("forkserver")
 _job: Job
 _counter: Any
 
 
-def _start_worker(job: Job, counter: Any, parent: int) -> None:
+class _NoPandas(MetaPathFinder):
+    def find_spec(self, name: str, path: Any, target: Any = None) -> None:
+        if name == "pandas":
+            raise ImportError(name)
+
+
+def leave_out_pandas() -> None:
+    """In a process of our own: pyarrow looks for pandas at its first array, and the import takes half a second."""
+    sys.meta_path.insert(0, _NoPandas())
+    pa.array([0])  # now it has looked
+    sys.meta_path.pop(0)
+
+
+def prepare() -> None:
+    """Start the process that writers come from; it gets ready while the caller scans the source."""
+    _processes.set_forkserver_preload(["shards.builder"])
+    forkserver.ensure_running()
+
+
+def _start_worker(job: Job, counter: Any) -> None:
     global _job, _counter
     _job, _counter = job, counter
+    leave_out_pandas()
+    builder = parent_process()
 
-    def watch() -> None:  # a killed parent leaves no orphans behind
-        while os.getppid() == parent:
-            time.sleep(1)
+    def watch() -> None:  # a killed builder leaves no orphans behind
+        if builder is not None:
+            builder.join()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -215,11 +240,10 @@ def write_all(tasks: Iterator[Task], job: Job, writers: int, step: Callable[[int
         for task in tasks:
             write_shard(task, job, step)
         return
-    # Spawned, not forked: the caller may have threads, and file systems do not survive a fork.
-    context = get_context("spawn")
-    counter = context.Value("q", 0)
+    prepare()
+    counter = _processes.Value("q", 0)
     seen = 0
-    with ProcessPoolExecutor(writers, context, _start_worker, (job, counter, os.getpid())) as pool:
+    with ProcessPoolExecutor(writers, _processes, _start_worker, (job, counter)) as pool:
         running: set[Future[None]] = set()
         try:
             while True:

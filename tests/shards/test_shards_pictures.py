@@ -153,6 +153,17 @@ class TestConversion:
         assert shrunk.size == ((32, 16) if orientation <= 4 else (16, 32))
         assert shrunk.getexif().get(0x0112, 1) == 1
 
+    def test_exif_is_found_behind_a_large_colour_profile(self, colours: Image.Image) -> None:
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        data = encode(colours, "jpeg", quality=95, exif=exif)
+        profile = b"\xff\xe2" + (9000).to_bytes(2, "big") + b"ICC_PROFILE\0\1\1" + b"p" * (9000 - 2 - 14)
+        self.near(data[:2] + profile + data[2:], colours.transpose(Image.Transpose.ROTATE_270))
+
+    def test_the_word_exif_inside_a_comment_is_no_exif(self, colours: Image.Image) -> None:
+        data = encode(colours, "jpeg", quality=95, comment=b"not really Exif\0\0")
+        assert admit(data, UNTOUCHED)[0] == data
+
 
 class TestResize:
     @pytest.mark.parametrize(("kind", "mode"), [("jpeg", "RGB"), ("png", "RGB"), ("webp", "RGB"), ("jpeg", "L")])
