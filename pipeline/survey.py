@@ -29,17 +29,17 @@ class Survey:
 
 
 def take_survey(
-    outputs_of: Callable[[Tensor], dict[str, Tensor]],
+    outputs_of: Callable[[Tensor, Tensor], dict[str, Tensor]],
     batches: Iterable[tuple[Tensor, Tensor]],
     total: int,
     world: World,
 ) -> Survey:
-    """Run `outputs_of` over (index, images) batches of this rank's part."""
+    """Run `outputs_of` over (index, images) batches of this rank's part; all it returns is kept."""
     indices: list[Tensor] = []
     kept: dict[str, list[Tensor]] = {}
     for index, images in batches:
         indices.append(index)
-        for name, value in outputs_of(images).items():
+        for name, value in outputs_of(index, images).items():
             kept.setdefault(name, []).append(value.float())
     index = torch.cat(indices) if indices else torch.zeros(0, dtype=torch.long, device=world.device)
     outputs = {name: torch.cat(parts) for name, parts in kept.items()}

@@ -214,11 +214,14 @@ class Trainer:
     def _survey(self) -> Survey:
         self.method.eval()
 
-        def outputs(images: Tensor) -> dict[str, Tensor]:
+        def outputs(index: Tensor, images: Tensor) -> dict[str, Tensor]:
             with self.autocast:
-                return self.method.survey_outputs(images)
+                return self.method.survey_outputs(images, self.method.data.labels(index))
 
-        return take_survey(outputs, self._in_step(self.loader.survey(), outputs), len(self.train_split), self.world)
+        def idle(images: Tensor) -> dict[str, Tensor]:
+            return outputs(torch.zeros(len(images), dtype=torch.long, device=images.device), images)
+
+        return take_survey(outputs, self._in_step(self.loader.survey(), idle), len(self.train_split), self.world)
 
     def _in_step(
         self, batches: Iterable[tuple[Tensor, Tensor]], look: Callable[[Tensor], Any]

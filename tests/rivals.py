@@ -130,7 +130,10 @@ class Course:
     def survey(self) -> Survey:
         self.method.eval()
         batches = ((index, images.double() if self.double else images) for index, images in self.loader.survey())
-        survey = take_survey(self.method.survey_outputs, batches, len(self.pictures), self.world)
+        survey = take_survey(
+            lambda index, images: self.method.survey_outputs(images, self.method.data.labels(index)),
+            batches, len(self.pictures), self.world,
+        )  # fmt: skip
         if self.double:
             survey.outputs = {name: value.double() for name, value in survey.outputs.items()}
         return survey

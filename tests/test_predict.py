@@ -91,6 +91,17 @@ def test_evaluate_gives_the_accuracy_the_run_ended_with(trained: Trained, tmp_pa
     assert len((tmp_path / "classes-test.csv").read_text().splitlines()) == 11
 
 
+def test_evaluate_on_two_ranks_says_what_one_says(trained: Trained, tmp_path: Path) -> None:
+    ranks = ["--standalone", "--nproc_per_node=2", "-m", "pipeline.evaluate"]
+    out = command("torch.distributed.run", *ranks, trained.folder, "--out", tmp_path / "two")
+    assert out.stdout.count("wrote") == 1
+    command("pipeline.evaluate", trained.folder, "--out", tmp_path / "one")
+    one, two = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("one", "two"))
+    assert two["metrics"]["test"] == pytest.approx(one["metrics"]["test"], rel=1e-5)
+    classes = [(tmp_path / name / "classes-test.csv").read_bytes() for name in ("one", "two")]
+    assert classes[0] == classes[1]
+
+
 def test_a_run_that_is_nowhere_and_classes_that_do_not_fit_are_refused(trained: Trained, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="There is no run 'nothing'"):
         open_run("nothing")

@@ -43,7 +43,7 @@ def survey(made: Prototypical, noise: float = 0.0) -> Survey:
     wrong = torch.rand(N) < noise
     centre = made.prototypes[torch.where(wrong, (label + 1) % K, label)]
     z = torch.nn.functional.normalize(centre + 0.1 * torch.randn(N, 6), dim=1)
-    return Survey(torch.arange(N), {"z": z, "linear": torch.randn(N, K)}, N, World())
+    return Survey(torch.arange(N), {"z": z, "linear": torch.rand(N)}, N, World())
 
 
 def slow_loss(made: Prototypical, held: Batch) -> dict[str, float]:

@@ -131,13 +131,13 @@ def test_small_losses_are_believed() -> None:
     """Network 0 is sure of the given labels of even samples, network 1 of odd ones."""
     method = divider()
     given = torch.from_numpy(method.data.given).long()
-    index, outputs = torch.arange(45), {}
+    index, said = torch.arange(45), []
     for n in range(2):
         trusted = index % 2 == n
         logits = torch.randn(45, K) * 0.01
         logits[index, torch.where(trusted, given, (given + 1) % K)] += 6
-        outputs[f"logits{n}"] = logits
-    method.begin_epoch(survey_of(outputs))
+        said.append(logits)
+    method.begin_epoch(survey_of(method.judged(said, given)))
     assert torch.equal(method.belief[0] > 0.5, index % 2 == 0)
     assert torch.equal(method.belief[1] > 0.5, index % 2 == 1)
     beliefs = method.beliefs()
@@ -153,7 +153,7 @@ def test_losses_are_averaged_over_epochs() -> None:
         logits = torch.zeros(45, K)
         logits[torch.arange(45), given] = torch.where(torch.arange(45) < 20, 4.0, -4.0)
         logits[0, given[0]] = -4.0 if late else 4.0
-        method.begin_epoch(survey_of({"logits0": logits, "logits1": logits}))
+        method.begin_epoch(survey_of(method.judged([logits, logits], given)))
     assert int(method.epochs_seen) == 2
     assert method.past[0, :, 0].tolist() == pytest.approx([1, 0])
     assert method.past[0].mean(0)[0] == pytest.approx(0.5)
@@ -165,7 +165,8 @@ def test_losses_are_averaged_over_epochs() -> None:
 def test_equal_losses_and_losses_that_are_not_finite_leave_something_to_learn_from() -> None:
     for logits in (torch.zeros(45, K), torch.full((45, K), torch.nan)):
         method = divider()
-        method.begin_epoch(survey_of({"logits0": logits, "logits1": logits}))
+        given = torch.from_numpy(method.data.given).long()
+        method.begin_epoch(survey_of(method.judged([logits, logits], given)))
         assert (method.belief == 1).all()
         assert all(len(walk.order) and walk.beside is None for walk in method.passes())
 
@@ -174,7 +175,8 @@ def test_an_empty_labelled_set_is_read_as_no_division(monkeypatch) -> None:
     method = divider()
     nobody = [np.zeros(45, np.float32), np.ones(45, np.float32)]
     monkeypatch.setattr(method, "divide", lambda survey: nobody)
-    method.begin_epoch(survey_of({"logits0": torch.zeros(45, K), "logits1": torch.zeros(45, K)}))
+    given = torch.from_numpy(method.data.given).long()
+    method.begin_epoch(survey_of(method.judged([torch.zeros(45, K)] * 2, given)))
     assert (method.belief == 1).all()
 
 

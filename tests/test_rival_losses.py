@@ -159,7 +159,8 @@ def test_the_noise_rate_is_estimated_class_by_class() -> None:
     margin = torch.from_numpy(np.where(wrong, -3, 3) - 2 * given + rng.normal(size=330) * 0.3).float()
     own = torch.from_numpy(given).bool()
     logits = torch.stack([torch.where(own, -margin, margin), torch.zeros(330)], 1)
-    method.begin_epoch(survey_of({"0": logits, "1": logits}))
+    loss = torch.nn.functional.cross_entropy(logits, torch.from_numpy(given).long(), reduction="none")
+    method.begin_epoch(survey_of({"loss": 2 * loss}))
     assert method.beliefs().extra["noise_rate"] == pytest.approx(1 / 3, abs=0.02)
     method.enter(0, 6)
     assert not method.wants_survey()  # the estimate of the ramp's end stays
@@ -322,10 +323,9 @@ def test_class_strengths_come_from_held_out_errors_and_counts() -> None:
     assert method.wants_survey()
     held = method.held
     assert np.bincount(GIVEN[held], minlength=CLASSES).tolist() == [10, 4, 2, 0, 0]
-    logits = torch.nn.functional.one_hot(torch.from_numpy(GIVEN).long(), CLASSES).double()
-    wrong = np.flatnonzero(held & (GIVEN == 1))[:3]
-    logits[wrong] = torch.eye(CLASSES, dtype=torch.float64)[0]
-    method.begin_epoch(survey_of({"probe": logits}))
+    wrong = torch.zeros(len(GIVEN))
+    wrong[np.flatnonzero(held & (GIVEN == 1))[:3]] = 1
+    method.begin_epoch(survey_of({"wrong": wrong}))
     raw = [0.0, 0.75**0.6 / 9**0.4, 0.0, 1 / 1**0.4, 0.0]  # of class 3 nobody was held out
     assert method.strengths.tolist() == pytest.approx([r / max(raw) for r in raw], rel=1e-6)
 

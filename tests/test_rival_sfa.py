@@ -48,7 +48,12 @@ def test_centroids_and_their_squares_are_averaged_over_epochs() -> None:
     for epoch in (4, 5, 6):
         method.enter(0, epoch)
         found = outputs(method, epoch)
-        method.begin_epoch(survey_of(found))
+        given = torch.from_numpy(method.data.given).long()
+        kept = method.judged([found["logits0"], found["logits1"]], given)
+        for n in range(2):
+            sure = found[f"balanced{n}"].softmax(1).gather(1, given[:, None])[:, 0]
+            kept |= {f"features{n}": found[f"features{n}"], f"balanced{n}": sure}
+        method.begin_epoch(survey_of(kept))
         threshold = 2.71 ** ((epoch + 1) / 8) / K
         for n in range(2):
             fresh = slow_centroids(found[f"features{n}"], found[f"balanced{n}"], method.data.given, threshold)

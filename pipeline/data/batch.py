@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from pipeline.data import order
@@ -29,6 +30,10 @@ class TrainingSet:
     def counts(self) -> np.ndarray:
         """(K,) samples per given label."""
         return np.bincount(self.given, minlength=self.classes)
+
+    def labels(self, index: Tensor) -> Tensor:
+        """Given labels of some samples, int64, where their index is."""
+        return torch.from_numpy(self.given)[index.cpu()].to(index.device, torch.long)
 
     def shuffled(self, tick: int, subset: np.ndarray | None = None, stream: int = 0) -> np.ndarray:
         """Every sample (of the subset) once, in the order of this tick."""

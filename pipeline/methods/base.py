@@ -93,8 +93,8 @@ class Method(nn.Module):
     def after_step(self) -> None:
         """Called after every optimiser step (moving averages)."""
 
-    def survey_outputs(self, images: Tensor) -> dict[str, Tensor]:
-        """What the survey keeps of each picture; evaluation mode, no gradient."""
+    def survey_outputs(self, images: Tensor, given: Tensor) -> dict[str, Tensor]:
+        """What the survey keeps of each picture, as little as will do; evaluation mode, no gradient."""
         raise NotImplementedError
 
     def scores(self, images: Tensor) -> dict[str, Tensor]:

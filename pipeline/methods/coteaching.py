@@ -40,8 +40,9 @@ class CoTeaching(TwoNetworks):
     def wants_survey(self) -> bool:
         return self.options.noise_rate is None and 0 < self.epoch <= self.ramp
 
-    def survey_outputs(self, images: Tensor) -> dict[str, Tensor]:
-        return {str(n): self.judge(n)(images)[1] for n in range(2)}
+    def survey_outputs(self, images: Tensor, given: Tensor) -> dict[str, Tensor]:
+        first, second = (sample_losses(self.judge(n)(images)[1], given) for n in range(2))
+        return {"loss": first + second}
 
     def begin_epoch(self, survey: Survey | None) -> None:
         """Estimate the noise rate, while wrong labels are not memorised yet, as the worse part of the losses.
@@ -50,9 +51,7 @@ class CoTeaching(TwoNetworks):
         """
         if survey is None:
             return
-        label = torch.from_numpy(self.data.given)[survey.index.cpu()].to(survey.index.device, torch.long)
-        loss = sum(sample_losses(survey[str(n)], label) for n in range(2))
-        losses = survey.everywhere(torch.as_tensor(loss)).cpu().numpy()
+        losses = survey.everywhere(survey["loss"]).cpu().numpy()
         clean = posterior_by_class(losses, self.data.given, self.data.classes, "small", Fit(floor=5e-4))
         self.noise.fill_(1 - float(clean.mean()))
 

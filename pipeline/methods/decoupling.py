@@ -105,14 +105,14 @@ class NCM(CrossEntropy):
     def ends_with_survey(self) -> bool:
         return True
 
-    def survey_outputs(self, images: Tensor) -> dict[str, Tensor]:
+    def survey_outputs(self, images: Tensor, given: Tensor) -> dict[str, Tensor]:
         return {"features": self.judge(images)[0]}
 
     def end_epoch(self, survey: Survey | None) -> None:
         assert survey is not None
         features = survey["features"]
         self.centre.copy_(self.world.sum(features.double().sum(0)) / survey.total)
-        label = torch.from_numpy(self.data.given)[survey.index.cpu()].to(features.device, torch.long)
+        label = self.data.labels(survey.index)
         rows = centred(features, self.centre)
         sums = self.world.sum(class_sums(rows, label, torch.ones_like(rows[:, 0]), self.data.classes))
         self.present.copy_(sums[:, -1] > 0)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from pipeline import mixing
 from pipeline.config import Config
 from pipeline.data.batch import Batch, Pass, TrainingSet
-from pipeline.losses import cross_entropy, full_precision, soft_cross_entropy
+from pipeline.losses import cross_entropy, full_precision, sample_losses, soft_cross_entropy
 from pipeline.methods import options
 from pipeline.methods.base import Beliefs
 from pipeline.methods.mixture import Fit, normalised, posterior, sharpen
@@ -64,8 +64,13 @@ class DivideMix(TwoNetworks):
     def wants_survey(self) -> bool:
         return self.dividing
 
-    def survey_outputs(self, images: Tensor) -> dict[str, Tensor]:
-        return {f"logits{n}": self.judge(n)(images)[1] for n in range(2)}
+    def survey_outputs(self, images: Tensor, given: Tensor) -> dict[str, Tensor]:
+        return self.judged([self.judge(n)(images)[1] for n in range(2)], given)
+
+    def judged(self, logits: list[Tensor], given: Tensor) -> dict[str, Tensor]:
+        """The class both networks vote for, and how badly each of them fits the given label."""
+        vote = (logits[0].float().softmax(1) + logits[1].float().softmax(1)).argmax(1)
+        return {"vote": vote, "loss0": sample_losses(logits[0], given), "loss1": sample_losses(logits[1], given)}
 
     def begin_epoch(self, survey: Survey | None) -> None:
         if survey is None:
@@ -74,18 +79,16 @@ class DivideMix(TwoNetworks):
         nobody = ~(belief > self.options.threshold).any(1)
         belief[nobody] = 1.0  # a mixture that believes no label at all has told nothing
         self.belief.copy_(torch.from_numpy(belief))
-        vote = (survey["logits0"].softmax(1) + survey["logits1"].softmax(1)).argmax(1)
-        said = survey.everywhere(vote.int()).to(self.refined.dtype)  # gloo and NCCL know no int16
+        said = survey.everywhere(survey["vote"].int()).to(self.refined.dtype)  # gloo and NCCL know no int16
         given = torch.from_numpy(self.data.given).to(self.refined)
         self.refined.copy_(torch.where(self._clean(), given, said))
 
     def divide(self, survey: Survey) -> list[np.ndarray]:
         """For each network: (N,) chance that the given label is right, the same on every rank."""
-        given = self.given(survey)
         found = []
         for n in range(2):
-            loss = F.cross_entropy(survey[f"logits{n}"], given, reduction="none")
-            found.append(self._remember(n, normalised(survey.everywhere(loss).cpu().numpy(), "small")))
+            losses = survey.everywhere(survey[f"loss{n}"]).cpu().numpy()
+            found.append(self._remember(n, normalised(losses, "small")))
         if self.options.loss_epochs > 1:
             self.epochs_seen += 1
         return self.on_lead(lambda: [posterior(values, "small", FIT) for values in found])
@@ -101,10 +104,6 @@ class DivideMix(TwoNetworks):
         self.past[n].copy_(torch.cat([torch.from_numpy(losses_N).to(self.past)[None], self.past[n, :-1]]))
         known = min(int(self.epochs_seen) + 1, self.options.loss_epochs)
         return self.past[n, :known].double().mean(0).cpu().numpy()
-
-    def given(self, survey: Survey) -> Tensor:
-        """(n,) given labels of this rank's part of the survey."""
-        return torch.from_numpy(self.data.given[survey.index.cpu().numpy()]).to(survey.index)
 
     def _clean(self) -> Tensor:
         return self.belief.mean(0) > self.options.threshold

@@ -101,16 +101,15 @@ class HAR(OneNetwork):
     def wants_survey(self) -> bool:
         return self.stage == MAIN and self.epoch == 0
 
-    def survey_outputs(self, images: Tensor) -> dict[str, Tensor]:
-        return {"probe": self.probe(images)[1]}
+    def survey_outputs(self, images: Tensor, given: Tensor) -> dict[str, Tensor]:
+        return {"wrong": self.probe(images)[1].argmax(1) != given}
 
     def begin_epoch(self, survey: Survey | None) -> None:
         if survey is None:
             return
-        index = survey.index.cpu()
-        label = torch.from_numpy(self.data.given)[index].to(survey.index.device, torch.long)
-        held = torch.from_numpy(self.held)[index].to(label.device).double()
-        wrong = (survey["probe"].argmax(1) != label).double() * held
+        label = self.data.labels(survey.index)
+        held = torch.from_numpy(self.held)[survey.index.cpu()].to(label.device).double()
+        wrong = survey["wrong"].double() * held
         sums = torch.zeros(2, self.data.classes, dtype=torch.float64, device=label.device)
         wrong_K, held_K = self.world.sum(sums.index_add_(1, label, torch.stack([wrong, held])))
         counts = torch.from_numpy(self.data.counts).to(label.device)

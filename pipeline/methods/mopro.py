@@ -78,14 +78,14 @@ class MoPro(OneNetwork):
         """The last stage learns from one calm look at all samples, not from those of the steps."""
         return self.stage == RETRAIN and self.epoch == 0
 
-    def survey_outputs(self, images: Tensor) -> dict[str, Tensor]:
+    def survey_outputs(self, images: Tensor, given: Tensor) -> dict[str, Tensor]:
         features, logits = self.judge(images)
         return {"z": self.judge.embed(features), "linear": logits}
 
     def begin_epoch(self, survey: Survey | None) -> None:
         if survey is None:
             return
-        given = torch.from_numpy(self.data.given[survey.index.cpu().numpy()]).to(survey.index)
+        given = self.data.labels(survey.index)
         near = prototype_logits(survey["z"], self.prototypes, self.options.temperature)
         found = self._correct(survey["linear"], near, given)
         for memory, value in zip((self.label, self.kept, self.used, self.score), found):

@@ -81,19 +81,19 @@ class Prototypical(OneNetwork):
     def ends_with_survey(self) -> bool:
         return self.stage == MAIN
 
-    def survey_outputs(self, images: Tensor) -> dict[str, Tensor]:
+    def survey_outputs(self, images: Tensor, given: Tensor) -> dict[str, Tensor]:
         features, logits = self.judge(images)
-        return {"z": self.judge.embed(features), "linear": logits}
+        return {"z": self.judge.embed(features), "linear": given_confidence(logits, given)}
 
     def begin_epoch(self, survey: Survey | None) -> None:
         if survey is None:
             return
         basis = (self._prototype_labels().clone(), self.weight.clone())
         self.prototypes.copy_(self._prototypes_of(survey))
-        given = self._given(survey.index)
+        given = self.data.labels(survey.index)
         part = cleaning.refine_all(survey["z"], given, self.prototypes, self.threshold, self.options)
-        linear = survey.everywhere(given_confidence(survey["linear"], given))
-        self.told = Beliefs(score=survey.everywhere(part.score), other_scores={"linear": linear}, basis=basis)
+        others = {"linear": survey.everywhere(survey["linear"])}
+        self.told = Beliefs(score=survey.everywhere(part.score), other_scores=others, basis=basis)
         if self.cleaning_now:
             self._believe(part, survey)
 
@@ -113,9 +113,6 @@ class Prototypical(OneNetwork):
         out, empty = class_prototypes(survey["z"], label, self.weight[survey.index], self.prototypes, self.world)
         self.empty_classes = int(empty.sum())
         return out
-
-    def _given(self, index: Tensor) -> Tensor:
-        return torch.from_numpy(self.data.given[index.cpu().numpy()]).to(index.device, torch.long)
 
     def _believe(self, part: cleaning.Cleaned, survey: Survey) -> None:
         """What this rank found about its part becomes everybody's belief."""

@@ -35,18 +35,16 @@ class RoLT(DivideMix):
         weights = class_weights(data.counts, self.options.beta)
         self.register_buffer("class_weight", weights, persistent=False)
 
-    def survey_outputs(self, images: Tensor) -> dict[str, Tensor]:
-        out = {}
-        for n in range(2):
-            out[f"features{n}"], out[f"logits{n}"] = self.judge(n)(images)
-        return out
+    def survey_outputs(self, images: Tensor, given: Tensor) -> dict[str, Tensor]:
+        features, logits = zip(*(self.judge(n)(images) for n in range(2)))
+        return {f"features{n}": features[n] for n in range(2)} | self.judged(list(logits), given)
 
     def divide(self, survey: Survey) -> list[np.ndarray]:
         return [self.divide_by(n, survey) for n in range(2)]
 
     def divide_by(self, n: int, survey: Survey) -> np.ndarray:
         """(N,) belief of one network: centroids of all, who is near, their centroids, who is near now."""
-        rows, given = self.centred(survey[f"features{n}"]), self.given(survey)
+        rows, given = self.centred(survey[f"features{n}"]), self.data.labels(survey.index)
         everybody = torch.ones_like(rows[:, 0])
         belief = self.near(survey, rows, self.centroids(rows, given, everybody)[0])
         trusted = torch.from_numpy(belief > 0.5).to(rows)[survey.index]
@@ -69,7 +67,7 @@ class RoLT(DivideMix):
 
     def near(self, survey: Survey, rows: Tensor, centroids: Tensor) -> np.ndarray:
         """(N,) chance to belong to the nearer half of the own class."""
-        similarity = survey.everywhere(minus_distance(rows, centroids[self.given(survey)])).cpu().numpy()
+        similarity = survey.everywhere(minus_distance(rows, centroids[self.data.labels(survey.index)])).cpu().numpy()
         given, K = self.data.given, self.data.classes
         return self.on_lead(lambda: posterior_by_class(similarity, given, K, "large", FIT))
 

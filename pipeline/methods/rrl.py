@@ -82,7 +82,7 @@ class RRL(OneNetwork):
     def ends_with_survey(self) -> bool:
         return self.stage == MAIN
 
-    def survey_outputs(self, images: Tensor) -> dict[str, Tensor]:
+    def survey_outputs(self, images: Tensor, given: Tensor) -> dict[str, Tensor]:
         features, logits = self.judge(images)
         return {"z": self.judge.embed(features), "linear": logits}
 
@@ -101,7 +101,7 @@ class RRL(OneNetwork):
 
     def _clean(self, survey: Survey) -> None:
         """Half of a soft label comes from the neighbours' soft labels, half from the classifier."""
-        given = torch.from_numpy(self.data.given[survey.index.cpu().numpy()]).to(survey.index)
+        given = self.data.labels(survey.index)
         said = survey["linear"].softmax(1)
         if self.epoch == self.first_cleaning:  # neighbours need soft labels to start from
             self.soft.copy_(survey.everywhere(self._keep_given(said, given)[0]))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipeline.config import Config
 from pipeline.data.batch import Batch, TrainingSet
 from pipeline.data.randoms import keyed_generator
-from pipeline.losses import cross_entropy, full_precision
+from pipeline.losses import cross_entropy, full_precision, given_confidence
 from pipeline.methods import options
 from pipeline.methods.rolt import RoLT
 from pipeline.models.network import Average
@@ -43,9 +43,11 @@ class SFA(RoLT):
 
     # -- what is believed ------------------------------------------------------------------------------------
 
-    def survey_outputs(self, images: Tensor) -> dict[str, Tensor]:
-        out = super().survey_outputs(images)
-        return out | {f"balanced{n}": self.balanced_judge(n)(out[f"features{n}"]) for n in range(2)}
+    def survey_outputs(self, images: Tensor, given: Tensor) -> dict[str, Tensor]:
+        out = super().survey_outputs(images, given)
+        for n in range(2):
+            out[f"balanced{n}"] = given_confidence(self.balanced_judge(n)(out[f"features{n}"]), given)
+        return out
 
     def begin_epoch(self, survey: Survey | None) -> None:
         super().begin_epoch(survey)
@@ -64,9 +66,8 @@ class SFA(RoLT):
         return self.options.candidate_growth**done / self.data.classes
 
     def divide_by(self, n: int, survey: Survey) -> np.ndarray:
-        rows, given = self.centred(survey[f"features{n}"]), self.given(survey)
-        confidence = survey[f"balanced{n}"].softmax(1).gather(1, given[:, None])[:, 0]
-        candidates = (confidence > self.candidate_threshold).to(rows)
+        rows, given = self.centred(survey[f"features{n}"]), self.data.labels(survey.index)
+        candidates = (survey[f"balanced{n}"] > self.candidate_threshold).to(rows)
         fresh, count = self.centroids(rows, given, candidates)
         keep = self.options.averaging if self.averaged else 0.0
         self.mean[n].lerp_(fresh, 1 - keep)
