@@ -2,22 +2,20 @@
 
 Claim checked: at most 0.10. Two arms in one process, interleaved pair by pair on the same tensors and disk:
 `save` with background=False (returns when every byte is on the disk) and with background=True (returns when
-the copy is made). The first pair, which also allocates the host memory, is reported apart.      python
-benchmarks/checkpoint_stall.py
+the copy is made). The first pair, which also allocates the host memory, is reported apart.
+
+    python benchmarks/checkpoint_stall.py [folder on the disk to be used]
 """
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import torch
+from record import write
 
 from pipeline.checkpoint import Checkpointer
 from pipeline.world import World
@@ -74,20 +72,8 @@ def main() -> None:
         "background_write_ms_median": 1000 * statistics.median(written[1:]),
         "megabytes": sum(t.numel() * 4 for t in tree["method"].values()) / 2**20,
         "pairs": PAIRS,
-        "command": "python benchmarks/checkpoint_stall.py",
-        "machine": {
-            "cores": os.cpu_count(),
-            "load_average": os.getloadavg(),
-            "platform": platform.platform(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
-        },
     }
-    out = Path(__file__).parent / "results" / "checkpoint_stall.json"
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    write(result, "torch")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ time is linear in N; without the forward pass it is below 1 % of an epoch.   pyt
 from __future__ import annotations
 
 import json
-import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -16,10 +14,10 @@ import sys
 import tempfile
 import time
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
+from record import write
 from torch.nn.functional import normalize
 
 from pipeline.cleaning import nearest_other, refine_all
@@ -129,14 +127,8 @@ def main() -> None:
         "quartiles": {n: statistics.quantiles(times, n=4) for n, times in runs.items()},
         "doubling": [median[b] / median[a] for a, b in pairwise(sizes)],
         "digits": share_of_epoch(),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, load {os.getloadavg()[0]:.1f}",
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
     }
-    file = Path(__file__).parent / "results" / "cleaning.json"
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    write(result, "torch")
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ too: it says less about waiting, but holds on a busy machine. On a quiet machine
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
 import os
 import resource
 import sys
@@ -32,24 +30,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from pack import ROOT, photographs, spread_out
+from record import ratios, summary, write
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+from pipeline.config import DataConfig
+from pipeline.data import order
+from pipeline.data.batch import Pass
+from pipeline.data.decode import DRAWS, Views, decode
+from pipeline.data.loader import open_loader
+from pipeline.data.randoms import uniform
+from pipeline.world import World
+from shards.build import ensure
+from shards.config import BuildConfig
+from shards.reader import Split, open_split
 
-from pack import machine, photographs, spread_out, summary  # noqa: E402
-
-from pipeline.config import DataConfig  # noqa: E402
-from pipeline.data import order  # noqa: E402
-from pipeline.data.batch import Pass  # noqa: E402
-from pipeline.data.decode import DRAWS, Views, decode  # noqa: E402
-from pipeline.data.loader import open_loader  # noqa: E402
-from pipeline.data.randoms import uniform  # noqa: E402
-from pipeline.world import World  # noqa: E402
-from shards.build import ensure  # noqa: E402
-from shards.config import BuildConfig  # noqa: E402
-from shards.reader import Split, open_split  # noqa: E402
-
-RESULT = ROOT / "benchmarks" / "results" / "loader.json"
 THREADS = len(os.sched_getaffinity(0))
 BATCH, SIZE = 64, 299
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -184,7 +178,6 @@ def first_batch(make: Callable[[], Arm]) -> tuple[Arm, float]:
 
 
 def main(rounds: int) -> None:
-    about = machine()
     with tempfile.TemporaryDirectory() as place:
         raw = Path(place) / "raw"
         spread_out(photographs(ROOT / "data" / "raw"), raw, 1)
@@ -217,20 +210,16 @@ def main(rounds: int) -> None:
             )
 
     def ratio(above: str, below: str) -> dict[str, float]:
-        return summary([a / b for a, b in zip(rates[above], rates[below])])
+        return ratios(rates[above], rates[below])
 
-    packages = ("torch", "torchvision", "webdataset", "ffcv", "simplejpeg", "pillow", "numpy")
     result = {
         "what": "pictures per second from shards, random resized crop 299; ratios within rounds",
-        "command": "python benchmarks/loader.py",
-        "machine": about | {"load_average_after": os.getloadavg()[0]},
-        "versions": {name: importlib.metadata.version(name) for name in packages},
         "pictures": len(split),
         "threads": THREADS,
         "pictures_per_second": {name: summary(values) for name, values in rates.items()},
         "processor_ms_per_picture": {name: summary(values) for name, values in work.items()},
-        "processor_time_ours_over_limit": summary([a / b for a, b in zip(work["ours"], work["limit"])]),
-        "processor_time_two_views_over_one": summary([a / b for a, b in zip(work["ours_two_views"], work["ours"])]),
+        "processor_time_ours_over_limit": ratios(work["ours"], work["limit"]),
+        "processor_time_two_views_over_one": ratios(work["ours_two_views"], work["ours"]),
         "ours_over_limit": ratio("ours", "limit"),
         "ours_over_ffcv": ratio("ours", "ffcv"),
         "ours_float32_over_webdataset": ratio("ours_float32", "webdataset"),
@@ -238,9 +227,7 @@ def main(rounds: int) -> None:
         "cost_of_two_views_over_one": ratio("ours", "ours_two_views"),
         "seconds_to_first_batch": {name: round(value, 2) for name, value in first.items() if name != "limit"},
     }
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    write(result, "torch", "torchvision", "webdataset", "ffcv", "simplejpeg", "pillow", "numpy")
 
 
 if __name__ == "__main__":

