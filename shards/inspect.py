@@ -67,10 +67,10 @@ def _classes(split: Split, counts: dict[str, list[int]]) -> Table:
     judged = counts_of(split.given[known], classes)
     available = split.manifest.bias.available_counts
     table = Table(title=f"classes ({split.name})", title_justify="left", box=box.SIMPLE)
-    table.add_column("class")
+    table.add_column("class", no_wrap=True, min_width=min(20, max(map(len, split.classes))))
     others = [name for name in counts if name != split.name]
-    for column in ("in the source", "before noise", "labelled so", "of these wrong"):
-        table.add_column(column, justify="right")
+    for column in ("source", "before noise", "given", "wrong"):
+        table.add_column(column, justify="right", max_width=8)
     table.add_column("", no_wrap=True, min_width=12)
     for column in others:
         table.add_column(column, justify="right")
