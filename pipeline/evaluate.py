@@ -1,114 +1,108 @@
-"""Exact evaluation over all ranks: every test picture counts once, and only sums cross the ranks.
+"""`python -m pipeline.evaluate RUN [--shards URL] [--split NAME] [--out DIR]`: a trained model on any shards.
 
-`python -m pipeline.evaluate RUN [--shards URL] [--split NAME] [--out DIR]` judges a trained model on any shards; under
-torchrun it does so with all ranks together.
+Under torchrun all ranks do it together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any
+import argparse
+import csv
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-from torch import Tensor
+from shards.settings import UserError, run
 
-from pipeline.methods.base import Method
-from pipeline.metrics import accuracy, class_groups, group_accuracies
-from pipeline.pulse import Pulse
-from pipeline.world import World
-
-
-@dataclass
-class Evaluation:
-    """Counts of one pass over labelled pictures, summed over ranks."""
-
-    metrics: dict[str, float]
-    correct: np.ndarray  # (K,) of the head that counts
-    total: np.ndarray  # (K,)
-    confusion: np.ndarray  # (K,K) true by predicted
-    marginal: dict[str, np.ndarray]  # head -> (K,) mean predicted probability (paper figure 2)
-    confidence: dict[str, np.ndarray] = field(default_factory=dict)  # head -> (K,) mean confidence in the label
+if TYPE_CHECKING:
+    from pipeline.evaluation import Evaluation
+    from pipeline.runs import Opened
+    from pipeline.world import World
 
 
-@torch.no_grad()
-def evaluate(
-    method: Method,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    labels: np.ndarray,
-    clean_counts: np.ndarray,
-    world: World,
-    pulse: Pulse,
-    autocast: torch.autocast,
-    idle: Callable[[Callable[[Tensor], Any]], None] = lambda look: None,
-) -> Evaluation:
-    """`batches` yields (index, images) of this rank's part; `labels` (n,) are those to be judged by.
+def judge(opened: Opened, shards: str, name: str, world: World) -> Evaluation:
+    """The model on one split; true labels where they are known. Called by all ranks."""
+    import numpy as np
 
-    `idle` is told of every turn in which this rank has no pictures and others have (Engine.idle_forward).
-    """
-    classes = method.data.classes
-    label_n = torch.from_numpy(labels.astype(np.int64)).to(world.device)
-    counts: dict[str, Tensor] = {}  # head -> (K, K+4): confusion | top-5 hits | sums of probability and confidence
-    method.eval()
-    for item in pulse.in_step(batches):
-        if item is None:
-            idle(method.scores)
-            continue
-        index, images = item
-        with autocast:
-            scores = method.scores(images)
-        label = label_n[index]
-        known = label >= 0
-        for head, score in scores.items():
-            rows = counts.setdefault(head, _zeros(classes, world))
-            _count(rows, score[known], label[known])
-    heads = next(filter(None, world.gather_objects(list(counts))))  # a rank without pictures knows none
-    summed = {head: world.sum(counts.get(head, _zeros(classes, world))).cpu().numpy() for head in heads}
-    return _summarise(summed, class_groups(clean_counts))
+    from pipeline.data.loader import open_loader
+    from pipeline.evaluation import evaluate
+    from pipeline.pulse import Pulse
+
+    split = opened.split(name, shards)
+    model = opened.model
+    loader = open_loader(split, model.config.data, model.config.seed, world)
+    labels = split.true if (split.true >= 0).any() else split.given
+    train = split.manifest.splits.get("train", split.info)  # classes are many, medium or few by the training set
+    counts = np.asarray(train.clean_counts, np.int64)
+    return evaluate(model.method, loader.survey(), labels, counts, world, Pulse(world), model.autocast)
 
 
-def _zeros(classes: int, world: World) -> Tensor:
-    return torch.zeros(classes, classes + 3, dtype=torch.float64, device=world.device)
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m pipeline.evaluate", description="Judge a trained model on shards.")
+    parser.add_argument("run", metavar="RUN", help="output folder, checkpoint, MLflow run id or MLflow model")
+    parser.add_argument("--shards", default="", help="folder or URL of shards; default: those it was trained on")
+    parser.add_argument(
+        "--split",
+        action="append",
+        default=[],
+        help="split; may be given several times; default: all but train",
+    )
+    parser.add_argument("--best", action="store_true", help="the best checkpoint instead of the newest")
+    parser.add_argument("--uri", default="", help="MLflow tracking URI, for run ids and MLflow models")
+    parser.add_argument("--out", type=Path, help="folder for evaluation.json and per-class tables")
+    options = parser.parse_args(argv)
+    from pipeline import world as ranks
+    from pipeline.runs import open_run
+    from shards.reader import read_manifest
+
+    world = ranks.start()
+    try:
+        opened = open_run(options.run, options.uri, options.best)
+        names = options.split or [n for n in read_manifest(options.shards or opened.shards).splits if n != "train"]
+        if not names:
+            raise UserError(f"{options.shards or opened.shards} has no split but train. Name it with --split train.")
+        results = {name: judge(opened, options.shards, name, world) for name in names}
+    finally:
+        ranks.stop()
+    if world.leads:
+        for name, result in results.items():
+            _print(name, opened, result)
+        if options.out:
+            _write(options.out, opened, results)
+    return 0
 
 
-def _count(rows: Tensor, score_BK: Tensor, label_B: Tensor) -> None:
-    """Add a batch: columns 0..K-1 confusion, then top-5 hits, sum of p(k), sum of the label's confidence."""
-    K = score_BK.shape[1]
-    probability = score_BK.double().softmax(1)
-    top = score_BK.topk(min(5, K), 1).indices
-    one = torch.ones(len(label_B), dtype=torch.float64, device=label_B.device)
-    rows.index_put_((label_B, score_BK.argmax(1)), one, accumulate=True)
-    rows[:, K].index_add_(0, label_B, (top == label_B[:, None]).any(1).double())
-    rows[:, K + 1] += probability.sum(0)
-    rows[:, K + 2].index_add_(0, label_B, probability.gather(1, label_B[:, None])[:, 0])
+def _print(name: str, opened: Opened, result: Evaluation) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if Console().is_terminal else 100)
+    shown = {
+        key.removeprefix("test/"): value for key, value in result.metrics.items() if "top" in key or key.count("/") == 1
+    }
+    console.print(f"{opened.name} on {name}: " + "  ".join(f"{key} {value:.2f}" for key, value in shown.items()))
+    if len(opened.model.classes) > 20:
+        return
+    grid = Table()
+    for column in ("class", "pictures", "correct", "accuracy"):
+        grid.add_column(column, justify="left" if column == "class" else "right")
+    for label, correct, total in zip(opened.model.classes, result.correct, result.total):
+        grid.add_row(label, str(int(total)), str(int(correct)), f"{100 * correct / max(total, 1):.1f}")
+    console.print(grid)
 
 
-def _summarise(summed: dict[str, np.ndarray], groups: dict[str, np.ndarray]) -> Evaluation:
-    metrics: dict[str, float] = {}
-    out: Evaluation | None = None
-    for head, rows in summed.items():
-        K = len(rows)
-        confusion = rows[:, :K].round().astype(np.int64)
-        correct, total = np.diag(confusion), confusion.sum(1)
-        if out is None:  # the first head is the one that counts
-            metrics |= {"test/top1": accuracy(correct, total), "test/top5": accuracy(rows[:, K], total)}
-            metrics |= {f"test/{name}": value for name, value in group_accuracies(correct, total, groups).items()}
-            out = Evaluation(metrics, correct, total, confusion, {})
-        else:
-            metrics |= {f"test/{head}/top1": accuracy(correct, total), f"test/{head}/top5": accuracy(rows[:, K], total)}
-        marginal = rows[:, K + 1] / max(total.sum(), 1)
-        metrics[f"test/{head}/marginal_kl"] = float(
-            (marginal * np.log(np.maximum(marginal * K, 1e-300))).sum()
-        )  # KL from uniform
-        out.marginal[head] = marginal
-        out.confidence[head] = rows[:, K + 2] / np.maximum(total, 1)
-    assert out is not None
-    return out
+def _write(out: Path, opened: Opened, results: dict[str, Evaluation]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    facts = {"run": opened.name, "metrics": {name: result.metrics for name, result in results.items()}}
+    (out / "evaluation.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    for name, result in results.items():
+        with (out / f"classes-{name}.csv").open("w", newline="", encoding="utf-8") as file:
+            table = csv.writer(file)
+            table.writerow(["class", "name", "pictures", "correct", "accuracy"])
+            for k, label in enumerate(opened.model.classes):
+                total, correct = int(result.total[k]), int(result.correct[k])
+                table.writerow([k, label, total, correct, f"{correct / max(total, 1):.4f}"])
+    print(f"wrote {out / 'evaluation.json'}")
 
 
 if __name__ == "__main__":
-    from pipeline.evaluate_command import main
-    from shards.settings import run
-
     run(main)

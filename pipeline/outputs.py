@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from pipeline.config import Config
-from pipeline.evaluate import Evaluation, evaluate
+from pipeline.evaluation import Evaluation, evaluate
 from pipeline.journal import redact
 from pipeline.log import log
 from pipeline.trainer import Trainer, last_mean

@@ -26,7 +26,7 @@ from pipeline.config import Config
 from pipeline.data.batch import Batch, Pass
 from pipeline.data.loader import open_loader
 from pipeline.engine import autocast_for, make_engine
-from pipeline.evaluate import Evaluation, evaluate
+from pipeline.evaluation import Evaluation, evaluate
 from pipeline.journal import redact_all
 from pipeline.log import Clock, follow, log
 from pipeline.methods.base import Method, Stage

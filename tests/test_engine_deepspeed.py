@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pipeline.engine import autocast_for
 from pipeline.engine_deepspeed import DeepSpeedEngine, LossScale, _own_settings
-from pipeline.evaluate import evaluate
+from pipeline.evaluation import evaluate
 from pipeline.pulse import Pulse, Stopped
 from pipeline.trainer import Trainer
 from pipeline.world import World

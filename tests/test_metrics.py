@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.evaluate import _count, _summarise
+from pipeline.evaluation import _count, _summarise
 from pipeline.methods.base import Beliefs
 from pipeline.metrics import area_under_curve, class_groups, cleaning_metrics, detection, group_accuracies
 

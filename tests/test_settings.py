@@ -92,6 +92,24 @@ def test_what_is_printed_can_be_read_back(tmp_path) -> None:
     assert config.optim.lr == 1e-3
 
 
+COMMANDS = ["pipeline." + name for name in ("train", "evaluate", "audit", "predict", "report", "tracking")]
+COMMANDS += ["shards.build", "shards.verify", "shards.inspect", "launch.entry", "launch.sweep"]
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_every_command_answers_help_without_torch(module: str) -> None:
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv = ['{module}', '--help']\n"
+        f"try: runpy.run_module('{module}', run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert not {'torch', 'mlflow', 'ffcv'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "usage:" in done.stdout
+
+
 def test_help_and_errors_need_no_torch() -> None:
     code = "import sys; from pipeline import train, config; config.load(['train.epochs=2']); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
