@@ -13,7 +13,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from pipeline.methods.options import MethodOptions, Prototypical
 from shards import settings
-from shards.config import BuildConfig
+from shards.config import BuildConfig, CacheConfig
 from shards.settings import Settings, Tree, UserError
 
 PROG = "python -m pipeline.train"
@@ -40,8 +40,7 @@ class DataConfig(Settings):
     ahead: PositiveInt = Field(4, description="batches prepared ahead")
     mix_group: PositiveInt = Field(8, description="mixup partners are drawn inside groups of this many neighbours of the shuffled order; groups never cross ranks")
     shuffle_window: NonNegativeInt = Field(0, description="shuffle inside windows of this many shards, for data larger than the local cache; 0 = whole set")
-    cache: str = Field("", description="folder for copies of remote shards; empty = a folder in the system's temporary space")
-    cache_bytes: PositiveInt = Field(100 << 30, description="how much the cache may hold")
+    cache: CacheConfig = CacheConfig()
     max_bad: Fraction = Field(0.01, description="share of pictures that may fail to decode in an epoch before the run stops")
 
 

@@ -35,14 +35,13 @@ class Opened:
 
     def split(self, name: str, url: str = "") -> Split:
         """A split of the run's own shards, or of those at `url`; its classes must be the model's."""
-        from shards.config import CacheConfig
         from shards.reader import open_split
 
         data = self.model.config.data
         place = url or self.shards
         if not place:
             raise UserError(f"{self.name} does not say where its shards are. Give them with --shards.")
-        split = open_split(place, name, CacheConfig(folder=data.cache, max_gb=data.cache_bytes / 1e9))
+        split = open_split(place, name, data.cache)
         if list(split.classes) != self.model.classes:
             raise UserError(
                 f"{place} has other classes ({_few(split.classes)}) than {self.name} was trained for "

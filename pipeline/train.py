@@ -79,13 +79,11 @@ def build(config: Config, world: Any) -> tuple[Any, Path]:
     from pipeline.methods.options import load_method
     from pipeline.preemption import StopRequest
     from pipeline.trainer import Trainer
-    from shards.config import CacheConfig
     from shards.reader import open_split
 
     url, folder = _on_lead_first(config, world)
-    cache = CacheConfig(folder=config.data.cache, max_gb=config.data.cache_bytes / 1e9)
-    train = open_split(url, "train", cache)
-    tests = {name: open_split(url, name, cache) for name in train.manifest.splits if name != "train"}
+    train = open_split(url, "train", config.data.cache)
+    tests = {name: open_split(url, name, config.data.cache) for name in train.manifest.splits if name != "train"}
     data = TrainingSet(
         train.given,
         len(train.classes),

@@ -334,7 +334,7 @@ class Trainer:
 
 MAY_CHANGE = ("output", "engine", "deepspeed", "checkpoint", "tracking", "table_cell", "train.device", "train.log_every",
               "train.timeout", "train.max_bad_steps", "train.deadline_minutes", "train.stop_file", "train.sample_log",
-              "data.threads", "data.ahead", "data.cache", "data.cache_bytes", "data.loader", "data.max_bad", "shards",
+              "data.threads", "data.ahead", "data.cache", "data.loader", "data.max_bad", "shards",
               "model.compile", "model.channels_last", "model.checkpoint_activations", "model.pretrained")  # fmt: skip
 
 

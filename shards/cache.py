@@ -91,7 +91,7 @@ class Cache:
         except OSError as error:
             raise NoRoom(
                 f"No copy of {redact(self.store.at(file.name))} can be kept in {self.folder}: "
-                f"{error.strerror or error}. Make room there, or set the cache's folder and max_gb."
+                f"{error.strerror or error}. Make room there, or set the cache's folder and max_gb (data.cache.* in training)."
             ) from None
         self._checked.add(file.sha256)
         with contextlib.suppress(OSError):

@@ -188,6 +188,9 @@ def _sentence(schema: type[Settings], item: Any) -> str:
         near = difflib.get_close_matches(str(wrong), names, 1, 0.4)
         hint = f" Did you mean '{near[0]}'?" if near else ""
         return f"{name}: '{wrong}' is not one of {', '.join(names)}.{hint}"
+    if kind in ("model_type", "model_attributes_type"):
+        inside = [f"{name}.{key}" for key, _, _ in _fields_at(schema, [*place, ""])]
+        return f"{name} is a group of settings. Set one of {', '.join(inside)}."
     message = item["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     shown = "" if isinstance(value, dict) else f" (got {value!r})"

@@ -23,6 +23,8 @@ def refused(*words: str) -> str:
     [
         ("train.epoch=3", "Did you mean 'train.epochs'?"),
         ("trian.epochs=3", "Did you mean 'train'?"),
+        ("data.cache=/disk", "data.cache is a group of settings. Set one of data.cache.folder, data.cache.max_gb"),
+        ("optim=fast", "optim is a group of settings. Set one of optim."),
         ("method.name=protypical", "Did you mean 'prototypical'?"),
         ("method.temprature=1", "Did you mean 'method.temperature'?"),
         ("train.epochs=three", "train.epochs: input should be a valid integer"),

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runs import JOBS, settings, train
+from jobs import JOBS, settings, train
 
 from shards.build import ensure
 from shards.config import BuildConfig

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from checkpoints import SmallDisk, flip
 from checkpoints import small_disk as small_disk
-from runs import TINY, differences, let_go, make, settings, train, truth
+from jobs import TINY, differences, let_go, make, settings, train, truth
 
 from pipeline import train as command
 from pipeline.checkpoint import SaveError

@@ -16,9 +16,9 @@ import pytest
 import torch
 from checkpoints import SmallDisk
 from checkpoints import small_disk as small_disk
+from jobs import PLAIN, TINY, differences, let_go, lost_or_repeated, make, samples, settings, train, truth
 from PIL import Image
 from ranks import on_ranks
-from runs import PLAIN, TINY, differences, let_go, lost_or_repeated, make, samples, settings, train, truth
 from test_stop_anywhere import leg
 
 from pipeline import train as command
@@ -91,7 +91,7 @@ def test_a_cache_without_room_is_told_once_and_pictures_are_streamed(
     cache = small_disk.path / "cache"
     with contextlib.ExitStack() as trouble:
         full = small_disk.full(str(cache))
-        train(settings(url, output, f"data.cache={cache}"), prepare=lambda _: trouble.enter_context(full))
+        train(settings(url, output, f"data.cache.folder={cache}"), prepare=lambda _: trouble.enter_context(full))
     assert caplog.text.count("read one by one from the store") == 2  # once for each split
     assert differences(truth(undisturbed), truth(output)) == []
     store.fs.rm(url, recursive=True)

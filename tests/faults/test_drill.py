@@ -13,8 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from ranks import on_ranks
-from runs import (
+from jobs import (
     PLAIN,
     ROOT,
     Job,
@@ -26,6 +25,7 @@ from runs import (
     truth,
     wait_for_step,
 )
+from ranks import on_ranks
 from test_stop_anywhere import leg
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist, pytest.mark.timeout(3600)]

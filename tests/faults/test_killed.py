@@ -13,8 +13,7 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from ranks import on_ranks
-from runs import (
+from jobs import (
     PLAIN,
     Job,
     differences,
@@ -26,6 +25,7 @@ from runs import (
     truth,
     wait_for_step,
 )
+from ranks import on_ranks
 from test_stop_anywhere import leg
 
 from pipeline.config import Config

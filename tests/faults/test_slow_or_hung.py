@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+from jobs import PLAIN, ROOT, settings, wait_for_step
 from ranks import free_port, on_ranks, worker_env
-from runs import PLAIN, ROOT, settings, wait_for_step
 
 from pipeline.train import build
 from pipeline.world import World

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import PLAIN, Counting, differences, let_go, lost_or_repeated, make, samples, settings, train, truth
 from ranks import on_ranks
-from runs import PLAIN, Counting, differences, let_go, lost_or_repeated, make, samples, settings, train, truth
 
 from pipeline.config import Config
 from pipeline.pulse import Stopped
