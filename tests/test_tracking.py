@@ -221,6 +221,7 @@ def test_everything_about_a_run_reaches_mlflow(database: Path, tmp_path: Path) -
         assert len(tags["mlflow.source.git.commit"]) == 40
     assert run.data.params["method.name"] == "prototypical"
     assert {"acc_1_", "test/top1", "system/cpu_utilization_percentage"} <= set(run.data.metrics)
+    assert next(iter(run.data.metrics)) == "test/top1"  # MLflow's compare page starts with the first
     assert run.inputs.dataset_inputs[0].dataset.name == "digits"
     client = client_of(database)
     assert {item.path for item in client.list_artifacts(run.info.run_id)} == {"config.yaml", "figures"}
