@@ -164,6 +164,9 @@ class Build:
         try:
             with Progress(total, "pictures", self.log) as progress:
                 write_all(tasks(), self.job, min(writers, len(mine)), progress.step)
+        except KeyboardInterrupt:
+            self.log("Finished shards are kept: the same command does the rest.")
+            raise
         except BrokenProcessPool:
             raise UserError(
                 "A writer process was killed, perhaps for want of memory. Run the command again (what is "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -298,4 +299,7 @@ def run(main: Callable[[list[str]], int | None]) -> None:
         raise SystemExit(EXIT_USER_ERROR) from None
     except BrokenPipeError:
         raise SystemExit(0) from None
+    except KeyboardInterrupt:
+        print("stopped.", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from None
     raise SystemExit(code or 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -189,7 +190,8 @@ def _earlier(store: Store, task: Task) -> Iterator[Callable[[int], tuple[bytes, 
 # survive a fork. That process imports what writers need once, however many there are.
 _processes = get_context("forkserver")
 _job: Job
-_counter: Any
+_counter: Any  # samples done by all writers
+_stop: Any  # an event: leave the rest
 
 
 class _NoPandas(MetaPathFinder):
@@ -211,9 +213,10 @@ def prepare() -> None:
     forkserver.ensure_running()
 
 
-def _start_worker(job: Job, counter: Any) -> None:
-    global _job, _counter
-    _job, _counter = job, counter
+def _start_worker(job: Job, counter: Any, stop: Any) -> None:
+    global _job, _counter, _stop
+    _job, _counter, _stop = job, counter, stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the builder, which tells us
     leave_out_pandas()
     builder = parent_process()
 
@@ -226,6 +229,8 @@ def _start_worker(job: Job, counter: Any) -> None:
 
 
 def _count(samples: int) -> None:
+    if _stop.is_set():
+        raise KeyboardInterrupt
     with _counter.get_lock():
         _counter.value += samples
 
@@ -241,9 +246,9 @@ def write_all(tasks: Iterator[Task], job: Job, writers: int, step: Callable[[int
             write_shard(task, job, step)
         return
     prepare()
-    counter = _processes.Value("q", 0)
+    counter, stop = _processes.Value("q", 0), _processes.Event()
     seen = 0
-    with ProcessPoolExecutor(writers, _processes, _start_worker, (job, counter)) as pool:
+    with ProcessPoolExecutor(writers, _processes, _start_worker, (job, counter, stop)) as pool:
         running: set[Future[None]] = set()
         try:
             while True:
@@ -258,5 +263,6 @@ def write_all(tasks: Iterator[Task], job: Job, writers: int, step: Callable[[int
                 step(counter.value - seen)
                 seen = counter.value
         except BaseException:
+            stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise

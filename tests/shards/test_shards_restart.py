@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -91,7 +91,10 @@ def words(options: dict[str, object], output: Path) -> list[str]:
     return [f"{key}={value}" for key, value in {**options, "output": output}.items()]
 
 
-def test_a_killed_process_leaves_no_workers_and_the_rest_is_done_later(tmp_path: Path, build: Build) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_stopped_build_leaves_no_workers_and_the_rest_is_done_later(
+    how: signal.Signals, tmp_path: Path, build: Build
+) -> None:
     options = {
         "source": "folder",
         "path": str(fill(tmp_path / "in", {"ant": 300, "bee": 300})),
@@ -99,14 +102,23 @@ def test_a_killed_process_leaves_no_workers_and_the_rest_is_done_later(tmp_path:
         "resize": 8,
     }
     wanted = contents(build("undisturbed", **options))
-    process = start(words(options | {"writers": 2}, tmp_path / "killed"))
-    until(lambda: len(list((tmp_path / "killed").glob("*.tar"))) >= 5)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not (tmp_path / "killed" / "manifest.json").exists()
-    until(lambda: not any(_alive(int(child)) for child in children), 20)
-    assert contents(build("killed", **options)) == wanted
+    process = start(words(options | {"writers": 2}, tmp_path / "stopped"))
+    until(lambda: len(list((tmp_path / "stopped").glob("*.tar"))) >= 5)
+    started = list(_below(process.pid))
+    process.send_signal(how)
+    _, said = process.communicate(timeout=60)
+    assert how == signal.SIGKILL or (process.returncode, said) == (130, b"stopped.\n")
+    assert not (tmp_path / "stopped" / "manifest.json").exists()
+    assert len(started) >= 3  # two writers and the process they come from
+    until(lambda: not any(_alive(number) for number in started), 20)
+    assert contents(build("stopped", **options)) == wanted
+
+
+def _below(process: int) -> Iterator[int]:
+    """All that a process started, and what these started."""
+    for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():
+        yield int(child)
+        yield from _below(int(child))
 
 
 class Deadly:
