@@ -114,8 +114,11 @@ class Cache:
     def _right(self, path: Path, file: FileInfo) -> bool:
         if not self.verify:
             return True
-        with open(path, "rb") as handle:
-            return hashlib.file_digest(handle, "sha256").hexdigest() == file.sha256
+        try:
+            with open(path, "rb") as handle:
+                return hashlib.file_digest(handle, "sha256").hexdigest() == file.sha256
+        except FileNotFoundError:  # another process made room for its own copies just now
+            return False
 
     def _download(self, path: Path, file: FileInfo) -> None:
         temporary = path.with_suffix(f".{uuid.uuid4().hex}.tmp")

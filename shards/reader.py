@@ -125,7 +125,7 @@ class Split:
         return self._column("key")
 
     def _column(self, name: str) -> pa.Array:
-        column = pa.parquet.read_table(self._table_path, columns=[name])[name]
+        column = pa.parquet.read_table(self._open_table(), columns=[name])[name]
         return column.cast(pa.large_string()).combine_chunks() if name == "key" else column.combine_chunks()
 
     @cached_property
@@ -166,15 +166,22 @@ class Split:
                 if hashlib.file_digest(handle, "sha256").hexdigest() != file.sha256:
                     raise self._altered(file.name)
 
-    @property
-    def _table_path(self) -> str:
-        return str(self._cache.local(self.info.table))  # asked for each time: the cache may have dropped it
+    def _open_table(self) -> pa.NativeFile:
+        """Opened anew each time: the cache may drop it, and an open file stays."""
+        while True:
+            path = str(self._cache.local(self.info.table))
+            try:
+                return pa.OSFile(path)
+            except FileNotFoundError:
+                if self.store.root:
+                    raise
+                # Else another process made room for its own copies just now: fetch it again.
 
     def _load_table(self) -> dict[str, NDArray]:
-        path = self._table_path
-        self._check_digest(path, self.info.table)
+        if self.store.root:
+            self._check_digest(str(self.store.root / self.info.table.name), self.info.table)
         columns: dict[str, NDArray] = {}
-        table = pa.parquet.ParquetFile(path)
+        table = pa.parquet.ParquetFile(self._open_table())
         if table.metadata.num_rows != len(self):
             raise self._altered(self.info.table.name)
         for name in _COLUMNS:  # one at a time into its final array: the peak is one column above the result

@@ -370,3 +370,26 @@ def test_processes_keep_the_budget_together(local: str, tmp_path: Path) -> None:
     for rank in ranks:
         rank.join(60)
         assert rank.exitcode == 0
+
+
+@pytest.mark.parametrize("moment", ["_whole", "_fetch"])
+def test_a_copy_that_another_process_drops_just_now_is_fetched_again(
+    moment: str, remote: str, local: str, cache: CacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look whether it is there and its sha256; between its sha256 and the opening."""
+    keys = open_split(remote, cache=cache).keys()
+    original, dropped = getattr(Cache, moment), set()
+
+    def then_dropped(self: Cache, *args):
+        found = original(self, *args)
+        for copy in Path(cache.folder).glob("*"):
+            if copy.suffix in (".parquet", ".tar") and copy not in dropped:
+                dropped.add(copy)
+                copy.unlink()
+        return found
+
+    monkeypatch.setattr(Cache, moment, then_dropped)
+    there, here = open_split(remote, cache=cache), open_split(local)
+    assert there.keys() == keys
+    assert all(there.read(index) == here.read(index) for index in range(len(here)))
+    assert dropped
