@@ -6,10 +6,15 @@ import os
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+# The same examples every time: a gate says what changed, it does not explore. HYPOTHESIS=random does.
+hypothesis.settings.register_profile("gate", derandomize=True)
+hypothesis.settings.register_profile("random")
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS", "gate"))
 
 
 @pytest.fixture(scope="session")
