@@ -45,7 +45,7 @@ def evaluate(
     """
     classes = method.data.classes
     label_n = torch.from_numpy(labels.astype(np.int64)).to(world.device)
-    counts: dict[str, Tensor] = {}  # head -> (K, K+4): confusion | top-5 hits | sums of probability and confidence
+    counts: dict[str, Tensor] = {}  # head -> (K, K+3): confusion | top-5 hits | sums of probability and confidence
     method.eval()
     for item in pulse.in_step(batches):
         if item is None:

@@ -300,6 +300,6 @@ def run(main: Callable[[list[str]], int | None]) -> None:
     except BrokenPipeError:
         raise SystemExit(0) from None
     except KeyboardInterrupt:
-        print("stopped.", file=sys.stderr)
+        print("stopped. The same command may be given again.", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
     raise SystemExit(code or 0)

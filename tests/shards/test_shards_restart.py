@@ -107,7 +107,10 @@ def test_a_stopped_build_leaves_no_workers_and_the_rest_is_done_later(
     started = list(_below(process.pid))
     process.send_signal(how)
     _, said = process.communicate(timeout=60)
-    assert how == signal.SIGKILL or (process.returncode, said) == (130, b"stopped.\n")
+    assert how == signal.SIGKILL or (process.returncode, said) == (
+        130,
+        b"stopped. The same command may be given again.\n",
+    )
     assert not (tmp_path / "stopped" / "manifest.json").exists()
     assert len(started) >= 3  # two writers and the process they come from
     until(lambda: not any(_alive(number) for number in started), 20)
