@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from itertools import islice
-from multiprocessing import forkserver, get_context, parent_process
+from multiprocessing import forkserver, get_context, parent_process, resource_tracker
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -208,15 +209,22 @@ def leave_out_pandas() -> None:
 
 
 def prepare() -> None:
-    """Start the process that writers come from; it gets ready while the caller scans the source."""
+    """Start the process that writers come from; it gets ready while the caller scans the source.
+
+    It and the writers are deaf to Ctrl-C from their first instruction: the builder hears it and tells them.
+    """
     _processes.set_forkserver_preload(["shards.builder"])
-    forkserver.ensure_running()
+    resource_tracker.ensure_running()  # first: starting it would unblock the signal again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _start_worker(job: Job, counter: Any, stop: Any) -> None:
     global _job, _counter, _stop
     _job, _counter, _stop = job, counter, stop
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the builder, which tells us
     leave_out_pandas()
     builder = parent_process()
 
@@ -239,6 +247,33 @@ def _work(task: Task) -> None:
     write_shard(task, _job, _count)
 
 
+@contextmanager
+def _ctrl_c_waits() -> Iterator[Callable[[], None]]:
+    """Ctrl-C waits until the yielded function is called: it would break the start of a writer. A second one does not."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    asked = False
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+        signal.signal(signal.SIGINT, before)
+
+    def act() -> None:
+        nonlocal asked
+        if asked:
+            asked = False
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, hold)
+    try:
+        yield act
+    finally:
+        signal.signal(signal.SIGINT, before)
+        act()
+
+
 def write_all(tasks: Iterator[Task], job: Job, writers: int, step: Callable[[int], None]) -> None:
     """Do all tasks, in this process or in several; `step` hears of finished samples."""
     if writers <= 1:
@@ -248,7 +283,10 @@ def write_all(tasks: Iterator[Task], job: Job, writers: int, step: Callable[[int
     prepare()
     counter, stop = _processes.Value("q", 0), _processes.Event()
     seen = 0
-    with ProcessPoolExecutor(writers, _processes, _start_worker, (job, counter, stop)) as pool:
+    with (
+        _ctrl_c_waits() as heed_ctrl_c,
+        ProcessPoolExecutor(writers, _processes, _start_worker, (job, counter, stop)) as pool,
+    ):
         running: set[Future[None]] = set()
         try:
             while True:
@@ -262,7 +300,9 @@ def write_all(tasks: Iterator[Task], job: Job, writers: int, step: Callable[[int
                     future.result()
                 step(counter.value - seen)
                 seen = counter.value
+                heed_ctrl_c()
         except BaseException:
             stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
+            # Waits for the writers: one that is still starting looks for the counter and the event by name.
+            pool.shutdown(cancel_futures=True)
             raise
