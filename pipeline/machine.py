@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 MEGABYTE = 1e6
+psutil.cpu_percent()  # the first answer means nothing; each later one is about the time since the one before
 
 
 def usage(folder: Path) -> dict[str, float]:
@@ -24,16 +23,20 @@ def usage(folder: Path) -> dict[str, float]:
 
 
 def _gpus() -> dict[str, float]:
-    torch: Any = sys.modules.get("torch")  # this must not be what imports torch
-    if torch is None or not torch.cuda.is_available():
+    """Of every GPU here, asked from the driver: asking torch would open each of them for this process."""
+    try:
+        import pynvml
+    except ImportError:
         return {}
     out: dict[str, float] = {}
-    for number in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(number)
-        out[f"system/gpu_{number}_memory_usage_percentage"] = 100 * (1 - free / total)
-        out[f"system/gpu_{number}_memory_usage_megabytes"] = (total - free) / MEGABYTE
-        try:
-            out[f"system/gpu_{number}_utilization_percentage"] = float(torch.cuda.utilization(number))
-        except Exception:  # needs NVIDIA's management library, which a container may lack
-            continue
+    try:
+        pynvml.nvmlInit()
+        for number in range(pynvml.nvmlDeviceGetCount()):
+            device = pynvml.nvmlDeviceGetHandleByIndex(number)
+            memory = pynvml.nvmlDeviceGetMemoryInfo(device)
+            out[f"system/gpu_{number}_memory_usage_percentage"] = 100 * memory.used / memory.total
+            out[f"system/gpu_{number}_memory_usage_megabytes"] = memory.used / MEGABYTE
+            out[f"system/gpu_{number}_utilization_percentage"] = float(pynvml.nvmlDeviceGetUtilizationRates(device).gpu)
+    except pynvml.NVMLError:  # no driver, or one that does not tell everything
+        pass
     return out

@@ -15,12 +15,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline import machine
 from pipeline.checkpoint import Checkpointer
 from pipeline.config import Config
 from pipeline.data.batch import Batch, Pass
@@ -177,13 +179,25 @@ class Trainer:
         self.found["time/data_wait"] = self.loader.wait_seconds / max(self.train_seconds, 1e-9)
         best = all(self.found["test/top1"] > past["test/top1"] for past in self.history)
         self.history.append(dict(self.found))
-        self.tracker.log(self.epochs_done, self.found)
+        self.tracker.log(self.epochs_done, self.found | self._other_machines())
         log.info("epoch %d  %s", self.epochs_done, _line(self.found))
         self._tell_bad_pictures()
         slow = self.pulse.straggler()
         if slow and self.world.leads:
             log.warning("rank %d is slow: %.1f times the work of the others in this epoch.", *slow)
         return best
+
+    def _other_machines(self) -> dict[str, float]:
+        """CPU, memory and GPU use of the machines without the lead, which watches its own all the time."""
+        if not self.config.tracking.system_metrics:
+            return {}
+        mine = machine.usage(Path()) if self.world.local_rank == 0 and not self.world.leads else None
+        others = [told for told in self.world.gather_objects(mine) if told]
+        return {
+            key.replace("system/", f"system/node_{number}/", 1): value
+            for number, told in enumerate(others, start=1)
+            for key, value in told.items()
+        }
 
     def _tell_bad_pictures(self) -> None:
         """A warning when more pictures than before turned out not to decode, on any rank."""
