@@ -9,7 +9,7 @@ SEED ?= 0
 RUN := OMP_NUM_THREADS=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 $(BIN)/torchrun --nproc_per_node=$(RANKS) --standalone
 INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint format types setup setup-test headers drill bench clean help
+.PHONY: demo test lint format setup setup-test headers drill clean help
 .DEFAULT_GOAL := help
 
 help: ## this list

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from pipeline import config, outcome, preemption
 from shards import settings
@@ -33,6 +34,8 @@ from shards.settings import UserError
 WORKER = ("-m", "pipeline.train")
 SHUTDOWN_SECONDS = 100  # for saving after a signal; torchrun's own 30 may be short for a large model on a slow store
 REFUSED_GRACE = 1.0  # seconds for the other ranks to end by themselves after one of them refused
+ENDED_GRACE = 15.0  # seconds for torchrun to end after all its ranks have said how they did
+KILL_GRACE = 5.0  # and after it was asked to, then
 HELP = """usage: python -m launch.entry [train options]
        python -m launch.entry [torchrun options] -- [train options]
 
@@ -115,20 +118,25 @@ class Supervisor:
         self.asked = self.asked or signal.Signals(number).name
 
     def _wait(self, process: subprocess.Popen[bytes], folder: str) -> int:
-        """Wait for torchrun. After a refusal it is not left to restart the ranks with the same mistake."""
-        refused_at: float | None = None
+        """Wait for torchrun, but not for ever: after a refusal it would restart the ranks with the same mistake, and
+        when its ranks are done it waits five minutes for those of a machine that may be gone."""
+        enough, told = float("inf"), False
         while True:
             try:
                 return process.wait(timeout=0.2)
             except subprocess.TimeoutExpired:
-                ends = outcome.collect(folder).values()
-                if refused_at is None and any(end["outcome"] == "refused" for end in ends):
-                    refused_at = time.monotonic()
-                if refused_at is not None and time.monotonic() > refused_at + REFUSED_GRACE:
-                    refused_at = float("inf")
+                ends, now = outcome.collect(folder), time.monotonic()
+                if any(end["outcome"] == "refused" for end in ends.values()):
+                    enough = min(enough, now + REFUSED_GRACE)
+                elif outcome.all_done(ends):
+                    enough = min(enough, now + ENDED_GRACE)
+                if now > enough and not told:
                     process.terminate()
+                    told = True
+                elif now > enough + KILL_GRACE and outcome.all_done(ends):
+                    process.kill()  # it hears no signal while it waits for other machines
 
-    def _judge(self, code: int, ends: dict[int, dict[str, str]]) -> int:
+    def _judge(self, code: int, ends: dict[int, dict[str, Any]]) -> int:
         kinds = {end["outcome"] for end in ends.values()}
         if "refused" in kinds:
             return _say(ends, "refused")
@@ -136,7 +144,7 @@ class Supervisor:
             return _say(ends, "failed")
         if "stopped" in kinds:
             return _say(ends, "stopped")
-        if code == 0:
+        if code == 0 or outcome.all_done(ends):
             return 0
         if self.asked:
             print(f"stopped: {self.asked} came before the ranks could save. {_AGAIN}", file=sys.stderr)
@@ -149,7 +157,7 @@ _AGAIN = "The same command goes on from the last checkpoint."
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
-def _say(ends: dict[int, dict[str, str]], kind: str) -> int:
+def _say(ends: dict[int, dict[str, Any]], kind: str) -> int:
     rank, end = next((rank, end) for rank, end in ends.items() if end["outcome"] == kind)
     print(f"{kind}: rank {rank}: {end['reason']}" if end["reason"] else f"{kind}.", file=sys.stderr)
     return outcome.EXIT_CODES[kind]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 Outcome = Literal["finished", "stopped", "refused", "failed"]
 FOLDER = "EVENHAND_OUTCOME"  # environment variable, set by launch.entry
@@ -28,7 +28,8 @@ def record(outcome: Outcome, reason: str = "") -> int:
         return EXIT_CODES[outcome]
     rank = int(os.environ.get("RANK", "0"))
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    text = json.dumps({"outcome": outcome, "reason": reason, "attempt": attempt})
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    text = json.dumps({"outcome": outcome, "reason": reason, "attempt": attempt, "ranks_here": here})
     path = Path(folder) / f"rank-{rank}.json"
     temporary = path.with_suffix(f".{os.getpid()}")
     try:
@@ -39,9 +40,15 @@ def record(outcome: Outcome, reason: str = "") -> int:
     return EXIT_CODES["failed"] if outcome == "failed" else 0
 
 
-def collect(folder: str | Path) -> dict[int, dict[str, str]]:
+def all_done(ends: dict[int, dict[str, Any]]) -> bool:
+    """Whether every rank of this machine is through; one that failed may be started again."""
+    through = [end for end in ends.values() if end["outcome"] != "failed"]
+    return bool(through) and len(through) == through[0]["ranks_here"]
+
+
+def collect(folder: str | Path) -> dict[int, dict[str, Any]]:
     """Outcomes by rank, of the latest attempt only: after an in-place restart earlier ones are stale."""
-    found: dict[int, dict[str, str]] = {}
+    found: dict[int, dict[str, Any]] = {}
     for path in Path(folder).glob("rank-*.json"):
         found[int(path.stem.removeprefix("rank-"))] = json.loads(path.read_text(encoding="utf-8"))
     last = max((int(item["attempt"]) for item in found.values()), default=0)

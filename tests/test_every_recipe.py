@@ -25,11 +25,14 @@ SMALL = {
     "cifar100_lt": ["shards.largest=4", "shards.rho=4", "model.width=8"],
     "webvision_mini": ["data.size=75", "data.resize=80", "shards.resize=80", "train.precision=fp32"],
 }
-# What is counted in epochs, steps or samples and would not happen in so short a training.
+# What is counted in epochs, steps or samples and would not happen, or not fit, in so short a training.
 SOONER = {
     "prototypical": ["method.warmup_steps=2", "method.cleaning_start=1"],
     "rrl": ["method.warmup_steps=2", "method.cleaning_start=0.3", "method.neighbours=5"],
     "mopro": ["method.queue=32", "method.cleaning_start=0.3"],
+    "har": [
+        "method.strength=0.2"
+    ],  # it smooths by gradients of the mean over the batch, which is a quarter of the real
 }
 
 

@@ -1,0 +1,381 @@
+"""A training as a Kubernetes batch job: prints the manifests, talks to no cluster.
+
+    python -m launch.kubernetes image=registry/evenhand:1 nodes=2 gpus=8 name=c10 -- \\
+        --config configs/cifar10_lt.yaml shards.url=s3://bucket/c10 checkpoint.url=s3://bucket/runs/c10 \\
+        tracking.uri=http://mlflow:5000 | kubectl apply -f -
+
+Before the `--` stand settings of the job, after it those of the training, as for `python -m pipeline.train`. Both are
+checked here, so that a mistake answers at once and not from a pod. The config file travels in a ConfigMap.
+
+kind=job needs nothing but Kubernetes: an Indexed Job and a headless Service through which the pods find the first.
+kind=jobset and kind=trainjob are for clusters with JobSet or the Kubeflow Trainer: a lost pod restarts the whole group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from launch.entry import split
+from pipeline import config as training
+from pipeline.journal import redact
+from pipeline.outcome import EXIT_CODES
+from shards import settings
+from shards.settings import Settings, UserError
+
+PROG = "python -m launch.kubernetes"
+CONTAINER = "node"  # the name by which the Kubeflow Trainer knows it
+PORT = 29500
+WORK = "/work"  # everything that is written: the volume, or a disk that goes with the pod
+CONFIG = "/config/train.yaml"
+USER = 10001  # of the image
+LONGEST_NAME = 52  # the names of pods are made from it and must stay below 64 letters
+CACHED = 0.8  # of the pod's disk, for shards
+UNITS = {"M": 1e6, "G": 1e9, "T": 1e12, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+Size = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(M|G|T|Mi|Gi|Ti)$")]
+Manifest = dict[str, Any]
+
+
+class JobConfig(Settings):
+    name: str = Field("evenhand", description="of the job; a second job with the same name is the same job")
+    image: str = Field("", description="container image made with the Dockerfile")
+    kind: Literal["job", "jobset", "trainjob"] = Field(
+        "job", description="plain Kubernetes, JobSet, or Kubeflow TrainJob"
+    )
+    namespace: str = Field("", description="empty = the one kubectl is set to")
+    nodes: PositiveInt = Field(1, description="pods, one a machine")
+    gpus: NonNegativeInt = Field(8, description="GPUs and ranks of a pod; 0 = one rank on CPUs")
+    cpu: PositiveInt = Field(8, description="CPUs of a pod, for decoding and augmentation")
+    memory: Size = Field("64Gi", description="memory of a pod, shared memory included")
+    shared_memory: Size = Field("8Gi", description="/dev/shm, for the ranks of a pod")
+    disk: Size = Field("100Gi", description="disk of a pod for cached shards and, without a volume, its output")
+    volume: str = Field("", description="PersistentVolumeClaim for all output; with nodes > 1 it must be ReadWriteMany")
+    secret: str = Field("", description="Secret whose keys become environment variables (AWS_..., MLFLOW_TRACKING_...)")
+    service_account: str = Field("", description="for clusters that give storage rights to accounts")
+    restarts: NonNegativeInt = Field(
+        10, description="failures before giving up; preemption and drained machines do not count"
+    )
+    grace_seconds: Annotated[int, Field(ge=30)] = Field(150, description="between SIGTERM and SIGKILL; saving must fit")
+    hours: NonNegativeInt = Field(0, description="end the job after this long, restarts included; 0 = never")
+    keep_days: NonNegativeInt = Field(7, description="remove the finished job and its logs after this long; 0 = never")
+    queue: str = Field("", description="Kueue queue")
+    priority: str = Field("", description="PriorityClass")
+    nodes_with: dict[str, str] = Field(
+        {}, description="labels the machines must have, as nodes_with.label=value in a file"
+    )
+    tolerate: list[str] = Field([], description="taints to put up with, such as nvidia.com/gpu or a spot taint")
+
+
+def main(argv: list[str]) -> int:
+    words, options = split(argv) if "--" in argv else (argv, [])
+    job = settings.load(JobConfig, words, PROG, __doc__ or "")
+    file, options = _take_config(options)
+    run = training.load([*(["--config", str(file)] if file else []), *options])
+    _check(job, run, options)
+    text = file.read_text("utf-8") if file else ""
+    print(yaml.safe_dump_all(manifests(job, options + _places(job, run), text), sort_keys=False), end="")
+    return 0
+
+
+def _take_config(options: list[str]) -> tuple[Path | None, list[str]]:
+    """The config file among the train options, and the rest of them."""
+    rest, file = list(options), None
+    for place, word in enumerate(options):
+        if word == "--config" and place + 1 < len(options):
+            file, rest = Path(options[place + 1]), options[:place] + options[place + 2 :]
+        elif word.startswith("--config="):
+            file, rest = Path(word.partition("=")[2]), options[:place] + options[place + 1 :]
+    return file, rest
+
+
+def _check(job: JobConfig, run: training.Config, options: list[str]) -> None:
+    """What the API server would refuse late, or accept although it cannot work."""
+    if not job.image:
+        raise UserError("image is empty. Build one with `docker build -t NAME .`, push it, and give image=NAME.")
+    if not re.fullmatch(rf"[a-z]([a-z0-9-]{{0,{LONGEST_NAME - 2}}}[a-z0-9])?", job.name):
+        raise UserError(
+            f"name={job.name}: pods get their DNS names from it, so it must be small letters, digits and '-', begin with "
+            f"a letter, and have at most {LONGEST_NAME} characters. Give another name."
+        )
+    secrets = [redact(word) for word in options if redact(word) != word]
+    if secrets:
+        raise UserError(
+            f"{secrets[0]}: everybody who may read jobs would see these credentials. Put them into a Secret as "
+            "environment variables (MLFLOW_TRACKING_USERNAME, AWS_SECRET_ACCESS_KEY, ...) and give secret=ITS-NAME."
+        )
+    if _bytes(job.shared_memory) >= _bytes(job.memory):
+        raise UserError("shared_memory is a part of memory and must be smaller. Raise memory or lower shared_memory.")
+    if job.volume:
+        return
+    local = {"checkpoint.url": run.checkpoint.url, "tracking.uri": run.tracking.uri}
+    if job.nodes > 1:
+        local["shards.url"] = run.shards.url
+    lost = [key for key, url in local.items() if "://" not in url or url.startswith(("file://", "sqlite://"))]
+    if lost:
+        raise UserError(
+            f"{' and '.join(lost)} would be on the disk of a pod, which is gone with the pod"
+            f"{' and not seen by the others' if job.nodes > 1 else ''}. Give {'URLs' if len(lost) > 1 else 'a URL'} outside "
+            "(s3://bucket/..., http://mlflow:5000), or volume=CLAIM for everything."
+        )
+
+
+def _places(job: JobConfig, run: training.Config) -> list[str]:
+    """Where in a pod things are written, if the training does not say; and no more than there is room for."""
+    room = CACHED * _bytes(job.disk) / 1e9
+    return [
+        *([] if run.output else [f"output={WORK}/{job.name}"]),
+        *([] if run.data.cache.folder else ["data.cache.folder=/cache"]),
+        *([] if run.data.cache.max_gb <= room else [f"data.cache.max_gb={room:.0f}"]),
+    ]
+
+
+def _bytes(size: str) -> float:
+    number = size.rstrip("MGTi")
+    return float(number) * UNITS[size[len(number) :]]
+
+
+def manifests(job: JobConfig, options: list[str], config_text: str) -> list[Manifest]:
+    """What to apply, in this order. `options`: of the training, without its config file, whose text is given."""
+    config = _config_map(job, config_text) if config_text else None
+    container = _container(job, options, config is not None)
+    pod = _pod(job, container, config["metadata"]["name"] if config else "")
+    documents = {"job": _job, "jobset": _jobset, "trainjob": _trainjob}[job.kind](job, pod)
+    return [*([config] if config else []), *documents]
+
+
+def _about(job: JobConfig, name: str = "") -> Manifest:
+    labels = {"app.kubernetes.io/name": "evenhand", "app.kubernetes.io/instance": job.name}
+    return {"name": name or job.name, **({"namespace": job.namespace} if job.namespace else {}), "labels": labels}
+
+
+def _queued(job: JobConfig) -> Manifest:
+    """Metadata of what Kueue starts."""
+    about = _about(job)
+    if job.queue:
+        about["labels"] = about["labels"] | {"kueue.x-k8s.io/queue-name": job.queue}
+    return about
+
+
+def _config_map(job: JobConfig, text: str) -> Manifest:
+    """Named after its content: pods of a running job never see another file than those before them."""
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    about = _about(job, f"{job.name}-{digest}")
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "immutable": True, "data": {"train.yaml": text}}
+
+
+def _container(job: JobConfig, options: list[str], with_config: bool) -> Manifest:
+    if job.kind == "trainjob":  # the Trainer tells torchrun by PET_ variables
+        group: list[str] = []
+    else:
+        first = f"{job.name}-0.{job.name}" if job.kind == "job" else f"{job.name}-node-0-0.{job.name}"
+        group = [
+            f"--nnodes={job.nodes}",
+            f"--nproc-per-node={job.gpus or 1}",
+            "--node-rank=$(JOB_COMPLETION_INDEX)",
+            f"--master-addr={first}",
+            f"--master-port={PORT}",
+        ]
+    train = [*(["--config", CONFIG] if with_config else []), *options]
+    size: Manifest = {"cpu": str(job.cpu), "memory": job.memory, "ephemeral-storage": job.disk}
+    if job.gpus:
+        size["nvidia.com/gpu"] = str(job.gpus)
+    mounts: list[Manifest] = [
+        {"name": "disk", "mountPath": "/tmp", "subPath": "tmp"},
+        {"name": "disk", "mountPath": "/cache", "subPath": "cache"},
+        {"name": "volume", "mountPath": WORK} if job.volume else {"name": "disk", "mountPath": WORK, "subPath": "work"},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+    if with_config:
+        mounts.append({"name": "config", "mountPath": "/config", "readOnly": True})
+    return {
+        "name": CONTAINER,
+        "image": job.image,
+        "command": ["python3", "-m", "launch.entry"],
+        "args": [*group, "--", *(_literal(word) for word in train)],
+        "workingDir": WORK,
+        "env": [{"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(job.grace_seconds - 20)}],
+        **({"envFrom": [{"secretRef": {"name": job.secret}}]} if job.secret else {}),
+        "resources": {"requests": dict(size), "limits": dict(size)},
+        "terminationMessagePolicy": "FallbackToLogsOnError",  # `kubectl describe` shows the last sentence
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": mounts,
+    }
+
+
+def _literal(word: str) -> str:
+    """Kubernetes replaces $(NAME) in arguments; $$ keeps it."""
+    return word.replace("$(", "$$(")
+
+
+def _pod(job: JobConfig, container: Manifest, config_map: str) -> Manifest:
+    """The pod template's spec. Everything Pod Security 'restricted' asks for."""
+    volumes: list[Manifest] = [
+        {"name": "disk", "emptyDir": {"sizeLimit": job.disk}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": job.shared_memory}},
+    ]
+    if job.volume:
+        volumes.append({"name": "volume", "persistentVolumeClaim": {"claimName": job.volume}})
+    if config_map:
+        volumes.append({"name": "config", "configMap": {"name": config_map}})
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": job.grace_seconds,
+        "automountServiceAccountToken": False,
+        **({"serviceAccountName": job.service_account} if job.service_account else {}),
+        **({"priorityClassName": job.priority} if job.priority else {}),
+        **({"nodeSelector": job.nodes_with} if job.nodes_with else {}),
+        **({"tolerations": [{"key": key, "operator": "Exists"} for key in job.tolerate]} if job.tolerate else {}),
+        **({"affinity": _one_a_machine(job)} if job.nodes > 1 else {}),
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "fsGroupChangePolicy": "OnRootMismatch",  # else a large volume is walked at every start
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [container],
+        "volumes": volumes,
+    }
+
+
+def _one_a_machine(job: JobConfig) -> Manifest:
+    apart = {
+        "labelSelector": {"matchLabels": {"app.kubernetes.io/instance": job.name}},
+        "topologyKey": "kubernetes.io/hostname",
+    }
+    return {
+        "podAntiAffinity": {
+            "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": apart}]
+        }
+    }
+
+
+def _template(job: JobConfig, pod: Manifest, **labels: str) -> Manifest:
+    return {"metadata": {"labels": _about(job)["labels"] | labels}, "spec": pod}
+
+
+_REFUSED = {"containerName": CONTAINER, "operator": "In", "values": [EXIT_CODES["refused"]]}
+_DISRUPTED = [{"type": "DisruptionTarget", "status": "True"}]
+
+
+def _indexed(job: JobConfig, pod: Manifest, backoff: int, disrupted: str, **labels: str) -> Manifest:
+    """A Job whose pods know their number. A refusal is final; `disrupted`: what a pod that was taken away means."""
+    return {
+        "completionMode": "Indexed",
+        "completions": job.nodes,
+        "parallelism": job.nodes,
+        "backoffLimit": backoff,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {
+            "rules": [
+                {"action": disrupted, "onPodConditions": _DISRUPTED},
+                {"action": "FailJob", "onExitCodes": _REFUSED},
+            ]
+        },
+        "template": _template(job, pod, **labels),
+    }
+
+
+def _ending(job: JobConfig) -> Manifest:
+    out: Manifest = {"activeDeadlineSeconds": 3600 * job.hours} if job.hours else {}
+    return out | ({"ttlSecondsAfterFinished": 86400 * job.keep_days} if job.keep_days else {})
+
+
+def _job(job: JobConfig, pod: Manifest) -> list[Manifest]:
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _about(job),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,  # pods look for the first while it is starting
+            "selector": {"app.kubernetes.io/instance": job.name},
+            "ports": [{"name": "torchrun", "port": PORT}],
+        },
+    }
+    # When one pod dies the others end too and are counted: a failure of the group costs as many as it has pods.
+    spec = _indexed(job, {"subdomain": job.name} | pod, job.restarts * job.nodes, "Ignore")
+    return [service, {"apiVersion": "batch/v1", "kind": "Job", "metadata": _queued(job), "spec": _ending(job) | spec}]
+
+
+def _jobset(job: JobConfig, pod: Manifest) -> list[Manifest]:
+    spec = _indexed(job, pod, 0, "FailJob") | ({"activeDeadlineSeconds": 3600 * job.hours} if job.hours else {})
+    body = {
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": job.name},
+        "failurePolicy": _group_restarts(job),
+        **({"ttlSecondsAfterFinished": 86400 * job.keep_days} if job.keep_days else {}),
+        "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": spec}}],
+    }
+    return [{"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": _queued(job), "spec": body}]
+
+
+def _group_restarts(job: JobConfig) -> Manifest:
+    """JobSet's rules: a refusal is final, a pod that was taken away costs nothing, any other failure is counted once."""
+    return {
+        "maxRestarts": job.restarts,
+        "rules": [
+            {
+                "name": "refused",
+                "action": "FailJobSet",
+                "onJobFailureReasons": ["PodFailurePolicy"],
+                "onJobFailureMessagePatterns": [f".*exit code {EXIT_CODES['refused']} .*"],
+            },
+            {
+                "name": "disrupted",
+                "action": "RestartJobSetAndIgnoreMaxRestarts",
+                "onJobFailureReasons": ["PodFailurePolicy"],
+            },
+        ],
+    }
+
+
+def _trainjob(job: JobConfig, pod: Manifest) -> list[Manifest]:
+    """Pod details belong to a runtime of our own; the TrainJob says how many and how large."""
+    api = "trainer.kubeflow.org/v1alpha1"
+    container = pod["containers"][0]
+    shape = {
+        key: value for key, value in container.items() if key not in ("image", "command", "args", "resources", "env")
+    }
+    labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    inner = _indexed(job, pod | {"containers": [shape | {"image": job.image}]}, 0, "FailJob")
+    del inner["completions"], inner["parallelism"]  # the Trainer's
+    template = {"metadata": {"labels": labels}, "spec": inner}
+    replicated = [{"name": "node", "replicas": 1, "template": template}]
+    jobset = {"failurePolicy": _group_restarts(job), "replicatedJobs": replicated}
+    runtime = {
+        "apiVersion": api,
+        "kind": "TrainingRuntime",
+        "metadata": _about(job) | {"labels": _about(job)["labels"] | {"trainer.kubeflow.org/framework": "torch"}},
+        "spec": {"mlPolicy": {"numNodes": job.nodes, "torch": {}}, "template": {"spec": jobset}},
+    }
+    trainer = {
+        "image": job.image,
+        "command": container["command"],
+        "args": container["args"],
+        "env": container["env"],
+        "numNodes": job.nodes,
+        "numProcPerNode": job.gpus or 1,
+        "resourcesPerNode": container["resources"],
+    }
+    reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.name}
+    body = {
+        "runtimeRef": reference,
+        "trainer": trainer,
+        **({"activeDeadlineSeconds": 3600 * job.hours} if job.hours else {}),
+    }
+    return [runtime, {"apiVersion": api, "kind": "TrainJob", "metadata": _queued(job), "spec": body}]
+
+
+if __name__ == "__main__":
+    settings.run(main)
