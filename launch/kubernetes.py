@@ -74,7 +74,12 @@ class JobConfig(Settings):
 
 def main(argv: list[str]) -> int:
     words, options = split(argv) if "--" in argv else (argv, [])
-    job = settings.load(JobConfig, words, PROG, __doc__ or "")
+    try:
+        job = settings.load(JobConfig, words, PROG, __doc__ or "")
+    except UserError as error:
+        if "--" not in argv and "There is no setting" in str(error):
+            raise UserError(f"{error}\nSettings of the training stand behind a `--`.") from None
+        raise
     file, options = _take_config(options)
     run = training.load([*(["--config", str(file)] if file else []), *options])
     _check(job, run, options)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
@@ -280,8 +281,8 @@ class Build:
                     )
                 )
                 columns: dict[str, Any] = {
-                    "index": pa.array(range(start, stop), pa.int32()),
-                    "shard": pa.array([number] * (stop - start), pa.int32()),
+                    "index": np.arange(start, stop, dtype=np.int32),
+                    "shard": np.full(stop - start, number, np.int32),
                     "offset": written["offset"],
                     "size": written["size"],
                     "format": written["format"],

@@ -113,6 +113,18 @@ def test_an_abandoned_walk_leaves_no_thread(photographs, loaders):
     assert running() == before
 
 
+def test_the_file_may_vanish_once_it_is_open(photographs, tmp_path, monkeypatch):
+    """As when another process makes room in a shared cache: FFCV opens it again for every pass."""
+    copy = tmp_path / "copy.beton"
+    copy.write_bytes(Path(photographs.beton).read_bytes())
+    monkeypatch.setitem(photographs.__dict__, "beton", str(copy))
+    loader = open_loader(photographs, config(), 0, World())
+    copy.unlink()
+    for _ in range(2):
+        seen = [index for index, _ in loader.survey()]
+        assert torch.cat(seen).tolist() == list(range(len(photographs)))
+
+
 def test_a_broken_jpeg_is_masked_not_trained_on(photographs, tmp_path, monkeypatch):
     """Bytes changed inside the file, as a failing disk would: FFCV alone would hand out garbage."""
     jpegs = [i for i in range(len(photographs)) if bytes(photographs.read(i)[:2]) == b"\xff\xd8"]

@@ -6,6 +6,7 @@ keyed choices of the loader do the rest. The one door through which `ffcv` is re
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -122,7 +123,8 @@ class _Beton:
                 f"data.loader=ffcv needs the ffcv package ({error}). Install it with pip install "
                 "'evenhand[ffcv]' (it needs libopencv-dev and libturbojpeg0-dev), or set data.loader=tar."
             ) from None
-        reader = Reader(path)
+        held = self._hold(path)
+        reader = Reader(held)
         if reader.num_samples != samples:
             raise UserError(
                 f"{path} holds {reader.num_samples} pictures, the manifest {samples}. Build the shards anew."
@@ -134,13 +136,13 @@ class _Beton:
         fields = reader.metadata[f"f{names.index(images[0])}"]
         self._shapes = np.stack([fields["height"], fields["width"]], 1).astype(np.int64)  # (N, 2)
         longest = int(self._shapes.prod(1).max(initial=1)) * 3 + 1
-        self._file = np.memmap(path, np.uint8, "r")
+        self._bytes = np.memmap(held, np.uint8, "r")
         self._pointers = fields["data_ptr"].astype(np.int64)
         self._sizes = _sizes(path, reader, fields)
         run = max(1, min(batch, MEMORY // (SLOTS * longest)))
         pipelines = {name: None for name in names} | {images[0]: [_whole_pictures(longest)]}
         self._loader: Any = FFCV(
-            path,
+            held,
             batch_size=run,
             num_workers=threads,
             os_cache=True,
@@ -150,13 +152,20 @@ class _Beton:
             batches_ahead=SLOTS - 2,
         )
 
+    def _hold(self, path: str) -> str:
+        """A path that stays good while this object lives: FFCV opens the file anew for every pass, and a shared cache may
+        have dropped its copy by then."""
+        self._file = open(path, "rb")  # noqa: SIM115 - as long as this object
+        held = f"/proc/self/fd/{self._file.fileno()}"
+        return held if os.path.exists(held) else path
+
     def shape(self, index: int) -> tuple[int, int]:
         height, width = self._shapes[index]
         return int(height), int(width)
 
     def encoded(self, index: int) -> bytes:
         start = self._pointers[index]
-        return self._file[start : start + self._sizes[index]].tobytes()
+        return self._bytes[start : start + self._sizes[index]].tobytes()
 
     def decoded(self, samples: np.ndarray) -> Generator[np.ndarray]:
         """(n, longest) uint8 runs of flat pictures, each valid until the next is asked for."""

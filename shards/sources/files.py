@@ -107,6 +107,8 @@ def _walk(root: str, below: str, found: Found, seen: set[str]) -> None:
 
 def is_text(name: str) -> bool:
     """Whether the bytes of a file name were UTF-8."""
+    if name.isascii():
+        return True
     try:
         name.encode()
     except UnicodeEncodeError:
