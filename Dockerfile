@@ -1,5 +1,6 @@
 # The image of a training job. Base with Python 3.11 or newer; for GPUs take one with the CUDA libraries torch needs.
-#   docker build -t evenhand .            docker run --rm evenhand --nproc-per-node=2 -- train.epochs=3
+#   docker build -t evenhand --build-arg COMMIT=$(git rev-parse HEAD) .
+#   docker run --rm -v $PWD:/work -w /work --user $(id -u) evenhand --nproc-per-node=2 -- train.epochs=3
 ARG BASE=python:3.11-slim
 FROM ${BASE} AS build
 WORKDIR /src
@@ -12,6 +13,7 @@ RUN python3 -m venv /opt/evenhand \
  && /opt/evenhand/bin/pip install --no-cache-dir -c constraints.txt ".[deepspeed,s3]"
 
 FROM ${BASE}
+ARG COMMIT=""
 COPY --from=build /opt/evenhand /opt/evenhand
 COPY configs /app/configs
 WORKDIR /app
@@ -20,6 +22,7 @@ ENV PATH=/opt/evenhand/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 \
     MLFLOW_DISABLE_TELEMETRY=true \
+    EVENHAND_COMMIT=${COMMIT} \
     HOME=/tmp
 USER 10001:10001
 # Exec form: signals reach the entry, which passes them on and returns an exit code that says what happened.

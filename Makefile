@@ -6,7 +6,7 @@ RANKS ?= 2
 DEMO := demo
 SEED ?= 0
 # One thread per rank: on a small machine ranks that share cores would otherwise fight for them.
-RUN := OMP_NUM_THREADS=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 $(BIN)/torchrun --nproc_per_node=$(RANKS) --standalone
+RUN := OMP_NUM_THREADS=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 $(BIN)/torchrun --nproc_per_node=$(RANKS) --standalone --local-addr=127.0.0.1
 INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test lint format setup setup-test headers drill clean help

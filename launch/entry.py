@@ -68,7 +68,8 @@ def torchrun_options(given: list[str], env: Mapping[str, str]) -> list[str]:
     if not decided("nproc-per-node"):
         out.append(f"--nproc-per-node={'gpu' if has_gpu() else 1}")
     if not decided("standalone", "nnodes", "rdzv-endpoint", "rdzv-backend", "master-addr", "master-port", "node-rank"):
-        out.append("--standalone")  # a free port: two jobs on one machine do not meet
+        # A free port: two jobs on one machine do not meet. By address: a container's name may not resolve, and ranks would wait.
+        out += ["--standalone", "--local-addr=127.0.0.1"]
     if not decided("shutdown-timeout") and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in env:
         out.append(f"--shutdown-timeout={SHUTDOWN_SECONDS}")
     if not decided("signals-to-handle"):
