@@ -82,8 +82,8 @@ def main(argv: list[str]) -> int:
         raise
     file, options = _take_config(options)
     run = training.load([*(["--config", str(file)] if file else []), *options])
-    _check(job, run, options)
     text = file.read_text("utf-8") if file else ""
+    _check(job, run, [*options, *text.splitlines()])
     print(yaml.safe_dump_all(manifests(job, options + _places(job, run), text), sort_keys=False), end="")
     return 0
 
@@ -99,8 +99,8 @@ def _take_config(options: list[str]) -> tuple[Path | None, list[str]]:
     return file, rest
 
 
-def _check(job: JobConfig, run: training.Config, options: list[str]) -> None:
-    """What the API server would refuse late, or accept although it cannot work."""
+def _check(job: JobConfig, run: training.Config, written: list[str]) -> None:
+    """What the API server would refuse late, or accept although it cannot work. `written`: what the manifests will show."""
     if not job.image:
         raise UserError("image is empty. Build one with `docker build -t NAME .`, push it, and give image=NAME.")
     if not re.fullmatch(rf"[a-z]([a-z0-9-]{{0,{LONGEST_NAME - 2}}}[a-z0-9])?", job.name):
@@ -108,10 +108,10 @@ def _check(job: JobConfig, run: training.Config, options: list[str]) -> None:
             f"name={job.name}: pods get their DNS names from it, so it must be small letters, digits and '-', begin with "
             f"a letter, and have at most {LONGEST_NAME} characters. Give another name."
         )
-    secrets = [redact(word) for word in options if redact(word) != word]
+    secrets = [redact(text) for text in written if redact(text) != text]
     if secrets:
         raise UserError(
-            f"{secrets[0]}: everybody who may read jobs would see these credentials. Put them into a Secret as "
+            f"{secrets[0].strip()}: everybody who may read jobs would see these credentials. Put them into a Secret as "
             "environment variables (MLFLOW_TRACKING_USERNAME, AWS_SECRET_ACCESS_KEY, ...) and give secret=ITS-NAME."
         )
     if _bytes(job.shared_memory) >= _bytes(job.memory):
@@ -121,13 +121,17 @@ def _check(job: JobConfig, run: training.Config, options: list[str]) -> None:
     local = {"checkpoint.url": run.checkpoint.url, "tracking.uri": run.tracking.uri}
     if job.nodes > 1:
         local["shards.url"] = run.shards.url
-    lost = [key for key, url in local.items() if "://" not in url or url.startswith(("file://", "sqlite://"))]
+    lost = [key for key, url in local.items() if not _outside(url)]
     if lost:
         raise UserError(
             f"{' and '.join(lost)} would be on the disk of a pod, which is gone with the pod"
             f"{' and not seen by the others' if job.nodes > 1 else ''}. Give {'URLs' if len(lost) > 1 else 'a URL'} outside "
             "(s3://bucket/..., http://mlflow:5000), or volume=CLAIM for everything."
         )
+
+
+def _outside(url: str) -> bool:
+    return url.startswith("databricks") or ("://" in url and not url.startswith(("file://", "sqlite://")))
 
 
 def _places(job: JobConfig, run: training.Config) -> list[str]:

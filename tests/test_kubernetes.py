@@ -209,6 +209,13 @@ def test_mistakes_are_told_before_a_pod_exists(job, train, sentence, monkeypatch
     assert ":word@" not in str(caught.value)
 
 
+def test_credentials_in_the_config_file_are_refused_too(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text("tracking:\n  uri: https://me:word@mlflow\n")
+    with pytest.raises(UserError, match=r"^uri: https://\*\*\*@mlflow: everybody who may read jobs"):
+        rendered(["image=i", "volume=claim"], ["--config", str(file)])
+
+
 def test_the_image_and_the_manifest_agree() -> None:
     text = (ROOT / "Dockerfile").read_text()
     assert json.loads(re.findall(r"^ENTRYPOINT (.*)$", text, re.M)[0]) == ["python3", "-m", "launch.entry"]
