@@ -7,6 +7,8 @@
 Before the `--` stand settings of the job, after it those of the training, as for `python -m pipeline.train`. Both are
 checked here, so that a mistake answers at once and not from a pod. The config file travels in a ConfigMap.
 
+task=build packs shards instead: each pod writes its share, and what stands after the `--` is for `python -m shards.build`.
+
 kind=job needs nothing but Kubernetes: an Indexed Job and a headless Service through which the pods find the first.
 kind=jobset and kind=trainjob are for clusters with JobSet or the Kubeflow Trainer: a lost pod restarts the whole group.
 """
@@ -26,13 +28,15 @@ from pipeline import config as training
 from pipeline.journal import redact
 from pipeline.outcome import EXIT_CODES
 from shards import settings
+from shards.config import BuildConfig
 from shards.settings import Settings, UserError
 
 PROG = "python -m launch.kubernetes"
 CONTAINER = "node"  # the name by which the Kubeflow Trainer knows it
 PORT = 29500
 WORK = "/work"  # everything that is written: the volume, or a disk that goes with the pod
-CONFIG = "/config/train.yaml"
+CONFIG = "/config/settings.yaml"
+INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 USER = 10001  # of the image
 LONGEST_NAME = 52  # the names of pods are made from it and must stay below 64 letters
 CACHED = 0.8  # of the pod's disk, for shards
@@ -45,6 +49,7 @@ Manifest = dict[str, Any]
 class JobConfig(Settings):
     name: str = Field("evenhand", description="of the job; a second job with the same name is the same job")
     image: str = Field("", description="container image made with the Dockerfile")
+    task: Literal["train", "build"] = Field("train", description="train, or pack shards")
     kind: Literal["job", "jobset", "trainjob"] = Field(
         "job", description="plain Kubernetes, JobSet, or Kubeflow TrainJob"
     )
@@ -81,10 +86,20 @@ def main(argv: list[str]) -> int:
             raise UserError(f"{error}\nSettings of the training stand behind a `--`.") from None
         raise
     file, options = _take_config(options)
-    run = training.load([*(["--config", str(file)] if file else []), *options])
+    from_file = ["--config", str(file)] if file else []
+    if job.task == "train":
+        run = training.load(from_file + options)
+        lasting = {"checkpoint.url": run.checkpoint.url, "tracking.uri": run.tracking.uri}
+        options += _places(job, run)
+        if job.nodes > 1:
+            lasting["shards.url"] = run.shards.url
+    else:
+        shards = settings.load(BuildConfig, from_file + options, f"{PROG} task=build --", "")
+        lasting = {"output": shards.output}
+        options += [] if shards.writers else [f"writers={job.cpu}"]
     text = file.read_text("utf-8") if file else ""
-    _check(job, run, [*options, *text.splitlines()])
-    print(yaml.safe_dump_all(manifests(job, options + _places(job, run), text), sort_keys=False), end="")
+    _check(job, lasting, [*options, *text.splitlines()])
+    print(yaml.safe_dump_all(manifests(job, options, text), sort_keys=False), end="")
     return 0
 
 
@@ -99,8 +114,11 @@ def _take_config(options: list[str]) -> tuple[Path | None, list[str]]:
     return file, rest
 
 
-def _check(job: JobConfig, run: training.Config, written: list[str]) -> None:
-    """What the API server would refuse late, or accept although it cannot work. `written`: what the manifests will show."""
+def _check(job: JobConfig, lasting: dict[str, str], written: list[str]) -> None:
+    """What the API server would refuse late, or accept although it cannot work.
+
+    lasting: places of what must outlive a pod, by setting; written: what the manifests will show.
+    """
     if not job.image:
         raise UserError("image is empty. Build one with `docker build -t NAME .`, push it, and give image=NAME.")
     if not re.fullmatch(rf"[a-z]([a-z0-9-]{{0,{LONGEST_NAME - 2}}}[a-z0-9])?", job.name):
@@ -116,13 +134,10 @@ def _check(job: JobConfig, run: training.Config, written: list[str]) -> None:
         )
     if _bytes(job.shared_memory) >= _bytes(job.memory):
         raise UserError("shared_memory is a part of memory and must be smaller. Raise memory or lower shared_memory.")
-    if job.volume:
-        return
-    local = {"checkpoint.url": run.checkpoint.url, "tracking.uri": run.tracking.uri}
-    if job.nodes > 1:
-        local["shards.url"] = run.shards.url
-    lost = [key for key, url in local.items() if not _outside(url)]
-    if lost:
+    if job.task == "build" and job.kind != "job":
+        raise UserError(f"kind={job.kind} is for trainings; packing needs no group. Leave it out.")
+    lost = [key for key, url in lasting.items() if not _outside(url)]
+    if lost and not job.volume:
         raise UserError(
             f"{' and '.join(lost)} would be on the disk of a pod, which is gone with the pod"
             f"{' and not seen by the others' if job.nodes > 1 else ''}. Give {'URLs' if len(lost) > 1 else 'a URL'} outside "
@@ -175,13 +190,25 @@ def _config_map(job: JobConfig, text: str) -> Manifest:
     """Named after its content: pods of a running job never see another file than those before them."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     about = _about(job, f"{job.name}-{digest}")
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "immutable": True, "data": {"train.yaml": text}}
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": about,
+        "immutable": True,
+        "data": {"settings.yaml": text},
+    }
 
 
-def _container(job: JobConfig, options: list[str], with_config: bool) -> Manifest:
-    if job.kind == "trainjob":  # the Trainer tells torchrun by PET_ variables
-        group: list[str] = []
-    else:
+def _command(job: JobConfig, options: list[str], with_config: bool) -> Manifest:
+    """What runs in the container, and its environment."""
+    words = [_literal(word) for word in [*(["--config", CONFIG] if with_config else []), *options]]
+    if job.task == "build":
+        # Not $(JOB_COMPLETION_INDEX): only variables that come earlier in the list are replaced in another's value.
+        rank = {"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}}
+        environment = [rank, {"name": "WORLD_SIZE", "value": str(job.nodes)}]
+        return {"command": ["python3", "-m", "shards.build"], "args": words, "env": environment}
+    group: list[str] = []
+    if job.kind != "trainjob":  # the Trainer tells torchrun by PET_ variables
         first = f"{job.name}-0.{job.name}" if job.kind == "job" else f"{job.name}-node-0-0.{job.name}"
         group = [
             f"--nnodes={job.nodes}",
@@ -190,9 +217,13 @@ def _container(job: JobConfig, options: list[str], with_config: bool) -> Manifes
             f"--master-addr={first}",
             f"--master-port={PORT}",
         ]
-    train = [*(["--config", CONFIG] if with_config else []), *options]
+    environment = [{"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(job.grace_seconds - 20)}]
+    return {"command": ["python3", "-m", "launch.entry"], "args": [*group, "--", *words], "env": environment}
+
+
+def _container(job: JobConfig, options: list[str], with_config: bool) -> Manifest:
     size: Manifest = {"cpu": str(job.cpu), "memory": job.memory, "ephemeral-storage": job.disk}
-    if job.gpus:
+    if job.gpus and job.task == "train":
         size["nvidia.com/gpu"] = str(job.gpus)
     mounts: list[Manifest] = [
         {"name": "disk", "mountPath": "/tmp", "subPath": "tmp"},
@@ -205,10 +236,8 @@ def _container(job: JobConfig, options: list[str], with_config: bool) -> Manifes
     return {
         "name": CONTAINER,
         "image": job.image,
-        "command": ["python3", "-m", "launch.entry"],
-        "args": [*group, "--", *(_literal(word) for word in train)],
+        **_command(job, options, with_config),
         "workingDir": WORK,
-        "env": [{"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(job.grace_seconds - 20)}],
         **({"envFrom": [{"secretRef": {"name": job.secret}}]} if job.secret else {}),
         "resources": {"requests": dict(size), "limits": dict(size)},
         "terminationMessagePolicy": "FallbackToLogsOnError",  # `kubectl describe` shows the last sentence
@@ -302,6 +331,12 @@ def _ending(job: JobConfig) -> Manifest:
 
 
 def _job(job: JobConfig, pod: Manifest) -> list[Manifest]:
+    group = job.task == "train"  # the pods of a training must find each other
+    # When one pod dies the others end too and are counted: a failure of the group costs as many as it has pods.
+    spec = _indexed(job, ({"subdomain": job.name} if group else {}) | pod, job.restarts * job.nodes, "Ignore")
+    document = {"apiVersion": "batch/v1", "kind": "Job", "metadata": _queued(job), "spec": _ending(job) | spec}
+    if not group:
+        return [document]
     service = {
         "apiVersion": "v1",
         "kind": "Service",
@@ -313,9 +348,7 @@ def _job(job: JobConfig, pod: Manifest) -> list[Manifest]:
             "ports": [{"name": "torchrun", "port": PORT}],
         },
     }
-    # When one pod dies the others end too and are counted: a failure of the group costs as many as it has pods.
-    spec = _indexed(job, {"subdomain": job.name} | pod, job.restarts * job.nodes, "Ignore")
-    return [service, {"apiVersion": "batch/v1", "kind": "Job", "metadata": _queued(job), "spec": _ending(job) | spec}]
+    return [service, document]
 
 
 def _jobset(job: JobConfig, pod: Manifest) -> list[Manifest]:

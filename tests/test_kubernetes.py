@@ -18,6 +18,8 @@ import yaml
 from ranks import free_port, worker_env
 
 from launch import kubernetes
+from shards.build import ensure
+from shards.config import BuildConfig
 from shards.settings import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -45,7 +47,7 @@ CASES = {
     f"{kind}-{size}": ([*job, f"kind={kind}"], train)
     for kind in ("job", "jobset", "trainjob")
     for size, job, train in (("full", FULL, with_file()), ("bare", BARE, []))
-}
+} | {"job-build": ([*BARE, "task=build", "nodes=3"], ["source=digits", "output=/work/shards"])}
 
 
 @pytest.fixture(scope="module")
@@ -122,10 +124,10 @@ def test_what_no_schema_knows(documents) -> None:
                 assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
                 assert pod["securityContext"]["runAsNonRoot"] is True
                 assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-                if "env" in container:
-                    waits = {variable["name"]: variable["value"] for variable in container["env"]}
+                waits = {variable["name"]: variable.get("value") for variable in container.get("env", ())}
+                if "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in waits:
                     assert int(waits["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
-                if document["kind"] == "Job":
+                if document["kind"] == "Job" and name != "job-build":
                     service = of_kind(found, "Service")[0]
                     assert pod["subdomain"] == service["metadata"]["name"]
                     assert service["spec"]["selector"].items() <= labels.items()
@@ -167,7 +169,7 @@ def test_the_trainer_is_told_sizes_and_not_addresses(documents) -> None:
 
 def test_the_config_file_travels_as_it_is(documents) -> None:
     found = of_kind(documents["job-full"], "ConfigMap")[0]
-    assert found["data"]["train.yaml"] == (ROOT / "configs/cifar10_lt.yaml").read_text()
+    assert found["data"]["settings.yaml"] == (ROOT / "configs/cifar10_lt.yaml").read_text()
     assert found["immutable"] is True
 
 
@@ -176,7 +178,7 @@ def test_what_the_training_says_of_places_stands(tmp_path: Path) -> None:
     file.write_text("output: /work/mine\ndata: {cache: {folder: /work/copies, max_gb: 5}}\n")
     job = of_kind(rendered(["image=i", "volume=claim"], ["--config", str(file), "method.name=elr"]), "Job")[0]
     args = job["spec"]["template"]["spec"]["containers"][0]["args"]
-    assert args[args.index("--") :] == ["--", "--config", "/config/train.yaml", "method.name=elr"]
+    assert args[args.index("--") :] == ["--", "--config", "/config/settings.yaml", "method.name=elr"]
     assert "$$(HOME)" in " ".join(
         jobs_in(of_kind(rendered(BARE, ["output=$(HOME)/x"]), "Job")[0])[0]["template"]["spec"]["containers"][0]["args"]
     )
@@ -200,6 +202,10 @@ def test_what_the_training_says_of_places_stands(tmp_path: Path) -> None:
             r"\*\*\*@mlflow.*give secret=ITS-NAME",
         ),
         (["image=i"], ["--config", "configs/cifar10.yaml", *OUTSIDE], "Did you mean configs/cifar10_lt.yaml"),
+        (["image=i", "task=build"], ["source=digits", "output=x"], "output would be on the disk of a pod"),
+        (["image=i", "task=build"], ["sorce=digits"], "There is no setting 'sorce'. Did you mean 'source'"),
+        (["image=i", "task=build", "kind=jobset"], ["output=s3://b/x"], "kind=jobset is for trainings"),
+        (["image=i", "train.epochs=3"], [], "There is no setting 'train'"),
     ],
 )
 def test_mistakes_are_told_before_a_pod_exists(job, train, sentence, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +249,8 @@ class Pods:
         for old, new in here.items():
             words = [word.replace(old, new) for word in words]
         (self.folder / "work").mkdir(exist_ok=True)
-        env = worker_env() | {variable["name"]: variable["value"] for variable in container["env"]}
+        env = worker_env() | {v["name"]: v["value"] for v in container["env"] if "value" in v}
+        by_index = [v["name"] for v in container["env"] if "job-completion-index" in str(v.get("valueFrom"))]
         started = []
         for index in range(self.job["completions"]):
             args = [word.replace("$(JOB_COMPLETION_INDEX)", str(index)).replace("$$(", "$(") for word in words]
@@ -251,7 +258,9 @@ class Pods:
                 subprocess.Popen(
                     [sys.executable, *container["command"][1:], *args],
                     cwd=self.folder / "work",
-                    env=env | {"JOB_COMPLETION_INDEX": str(index), "PYTHONPATH": str(ROOT)},
+                    env=env
+                    | dict.fromkeys(["JOB_COMPLETION_INDEX", *by_index], str(index))
+                    | {"PYTHONPATH": str(ROOT)},
                     stderr=subprocess.PIPE,
                     text=True,
                 )
@@ -269,7 +278,7 @@ def test_two_pods_train_are_evicted_and_go_on(digits: str, tmp_path: Path) -> No
     """One pod gets SIGTERM, as from a drained machine: both save and end with 75; new pods finish the training."""
     (tmp_path / "config").mkdir()
     quick = {"model": {"width": 4}, "data": {"batch": 64, "threads": 1}, "tracking": {"uri": ""}}
-    file = tmp_path / "config" / "train.yaml"
+    file = tmp_path / "config" / "settings.yaml"
     file.write_text(yaml.safe_dump(quick))
     train = ["--config", str(file), f"shards.url={digits}", "train.epochs=15", "method.name=cross_entropy"]
     job = of_kind(rendered(["image=i", "volume=claim", "gpus=0", "nodes=2", "name=pair"], train), "Job")[0]
@@ -293,3 +302,14 @@ def test_a_refused_training_ends_every_pod_with_two(tmp_path: Path) -> None:
     """What the rule FailJob waits for."""
     job = of_kind(rendered(["image=i", "volume=claim", "gpus=0", "nodes=2"], ["shards.url=/nowhere"]), "Job")[0]
     assert [code for code, _ in ended(Pods(job, tmp_path).start())] == [2, 2]
+
+
+@pytest.mark.dist
+def test_three_pods_pack_what_one_would(tmp_path: Path) -> None:
+    words = ["source=digits", "output=/work/shards", "shard_samples=50", "rho=10", "noise=0.5"]
+    job = of_kind(rendered([*BARE, "task=build", "nodes=3", "cpu=1"], words), "Job")[0]
+    assert [code for code, _ in ended(Pods(job, tmp_path).start())] == [0, 0, 0]
+    alone = ensure(BuildConfig(source="digits", output=str(tmp_path / "alone"), shard_samples=50, rho=10, noise=0.5))
+    tars = {file.name: file.read_bytes() for file in Path(alone).glob("*.tar")}
+    assert len(tars) > 10
+    assert {file.name: file.read_bytes() for file in (tmp_path / "work/shards").glob("*.tar")} == tars
