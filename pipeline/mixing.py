@@ -1,7 +1,8 @@
 """Mixup whose pairs do not depend on the number of ranks.
 
 Partners are drawn inside the small groups of neighbouring rows that the loader keeps together on one rank. The epoch's order is
-itself random, so a partner from the group is a random partner; and the same pairs arise however the batch is cut over ranks.
+itself random, so another sample of the group is a random other sample; and the same pairs arise however the batch is cut over
+ranks. Inside a group nobody meets a view of its own sample, which in so small a group would happen to one row in eight.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ def coefficient(batch: Batch, alpha: float, purpose: int, fold: bool = False) ->
 
 def partners(batch: Batch, copies: int, purpose: int) -> Tensor:
     """(copies*B,) row numbers: for each row of `copies` stacked views, whom it is mixed with."""
-    group = torch.where(batch.valid > 0, batch.groups, -1).repeat(copies)
-    row_key = (batch.index[None] * copies + torch.arange(copies, device=batch.index.device)[:, None]).flatten()
-    return pair_within(group, row_key, _seed(batch, purpose))
+    places = torch.arange(copies * len(batch.index), device=batch.index.device).view(copies, -1)
+    return pair_within(apart(batch), batch.index, places, _seed(batch, purpose))
+
+
+def apart(batch: Batch) -> Tensor:
+    """(B,) mixing groups in which rows that do not count are among themselves."""
+    return torch.where(batch.valid > 0, batch.groups, -1 - batch.groups)
 
 
 def chances(batch: Batch, purpose: int) -> Tensor:
@@ -37,15 +42,25 @@ def _seed(batch: Batch, purpose: int) -> int:
     return int(np.random.SeedSequence([*batch.key, purpose]).generate_state(1)[0])
 
 
-def pair_within(group: Tensor, row_key: Tensor, seed: int) -> Tensor:
-    """A random permutation that keeps every row inside its group; decided by (seed, row_key) alone."""
-    chance = _hash_uniform(row_key + seed * 2654435761)
-    by_key = torch.argsort(row_key, stable=True)  # the places of a group in an order that ranks agree on
-    places = by_key[torch.argsort(group[by_key], stable=True)]
-    by_chance = torch.argsort(chance, stable=True)
-    drawn = by_chance[torch.argsort(group[by_chance], stable=True)]
-    out = torch.empty_like(places)
-    out[places] = drawn
+def pair_within(group_S: Tensor, key_S: Tensor, places_VS: Tensor, seed: int) -> Tensor:
+    """(V*S,) the partner of every row: a permutation inside groups, decided by (seed, key) alone.
+
+    S samples with V views each; places_VS says which row holds a view of a sample. The samples of a group stand in a random
+    ring, and each meets a view of the next; alone in its group it meets its own.
+    """
+    chance = _hash_uniform(key_S + seed * 2654435761)
+    ring = torch.argsort(chance, stable=True)
+    ring = ring[torch.argsort(group_S[ring], stable=True)]
+    group = group_S[ring]
+    first, end = torch.searchsorted(group, group), torch.searchsorted(group, group, right=True)
+    place = torch.arange(len(ring), device=ring.device)
+    following = torch.empty_like(ring)
+    following[ring] = ring[torch.where(place + 1 < end, place + 1, first)]
+    views = len(places_VS)
+    turn = (_hash_uniform(key_S + (seed + 1) * 2654435761) * views).long()
+    view = (torch.arange(views, device=ring.device)[:, None] + turn) % views
+    out = torch.empty(places_VS.numel(), dtype=torch.long, device=ring.device)
+    out[places_VS] = places_VS[view, following]
     return out
 
 

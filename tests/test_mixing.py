@@ -7,13 +7,20 @@ from hypothesis import strategies as st
 from pipeline.mixing import mix, pair_within
 
 
+def places(views: int, samples: int) -> torch.Tensor:
+    """Views stacked one after the other."""
+    return torch.arange(views * samples).view(views, samples)
+
+
 @settings(max_examples=50, deadline=None)
-@given(st.integers(0, 2**31), st.integers(1, 12), st.integers(1, 8))
-def test_partners_are_a_permutation_inside_each_group(seed, groups, size) -> None:
-    group = torch.arange(groups).repeat_interleave(size)
-    partner = pair_within(group, torch.arange(groups * size) * 7, seed)
-    assert sorted(partner.tolist()) == list(range(groups * size))
-    assert torch.equal(group[partner], group)
+@given(st.integers(0, 2**31), st.integers(1, 12), st.integers(1, 8), st.integers(1, 3))
+def test_partners_are_a_permutation_inside_each_group(seed, groups, size, views) -> None:
+    """And nobody meets a view of its own sample, unless it is alone."""
+    group, sample = torch.arange(groups).repeat_interleave(size), torch.arange(groups * size)
+    partner = pair_within(group, sample * 7, places(views, len(sample)), seed)
+    assert sorted(partner.tolist()) == list(range(views * groups * size))
+    assert torch.equal(group.repeat(views)[partner], group.repeat(views))
+    assert bool((sample.repeat(views)[partner] == sample.repeat(views)).any()) == (size == 1)
 
 
 @settings(max_examples=50, deadline=None)
@@ -21,18 +28,24 @@ def test_partners_are_a_permutation_inside_each_group(seed, groups, size) -> Non
 def test_the_same_pairs_arise_when_groups_are_spread_over_ranks(seed, cut) -> None:
     group = torch.arange(6).repeat_interleave(4)
     key = torch.randperm(1000)[:24]
-    whole = key[pair_within(group, key, seed)]
-    parts = [slice(0, 4 * cut), slice(4 * cut, 24)]
-    apart = torch.cat([key[p][pair_within(group[p], key[p], seed)] for p in parts])
-    assert torch.equal(whole, apart)
+
+    def met(part: slice) -> torch.Tensor:
+        """(2, samples) sample and view that each row meets."""
+        keys, views = key[part], torch.arange(2).repeat_interleave(len(key[part]))
+        partner = pair_within(group[part], keys, places(2, len(keys)), seed)
+        return (2 * keys.repeat(2) + views)[partner].view(2, -1)
+
+    assert torch.equal(met(slice(0, 24)), torch.cat([met(slice(0, 4 * cut)), met(slice(4 * cut, 24))], 1))
 
 
 def test_partners_differ_from_seed_to_seed_and_are_spread_evenly() -> None:
-    group = torch.zeros(4, dtype=torch.long)
-    seen = torch.zeros(4, 4)
-    for seed in range(2000):
-        seen[torch.arange(4), pair_within(group, torch.arange(4), seed)] += 1
-    assert (seen / 2000 - 0.25).abs().max() < 0.05
+    """Every other sample of the group, and either of its views, equally often."""
+    group, draws = torch.zeros(4, dtype=torch.long), 3000
+    seen = torch.zeros(8, 8)
+    for seed in range(draws):
+        seen[torch.arange(8), pair_within(group, torch.arange(4), places(2, 4), seed)] += 1
+    own = torch.eye(4).repeat(2, 2)
+    assert (seen / draws - (1 - own) / 6).abs().max() < 0.03
 
 
 def test_mixing_is_a_weighted_sum() -> None:

@@ -206,5 +206,5 @@ def test_a_hundred_classes_with_five_pictures_each_train() -> None:
 
 def test_rows_without_a_label_never_mix_with_those_that_have_one() -> None:
     group = torch.tensor([0, 0, -1, 0, -1, 0])
-    partner = pair_within(group, torch.arange(6), 3)
+    partner = pair_within(group, torch.arange(6), torch.arange(6)[None], 3)
     assert torch.equal(group[partner], group)

@@ -61,7 +61,8 @@ class CRT(OneNetwork):
     def passes(self) -> list[Pass]:
         if self.stage == REPRESENTATION:
             return super().passes()
-        return [Pass(self.data.balanced(self.tick(), len(self.data)))]
+        counts = self.data.counts
+        return [Pass(self.data.balanced(self.tick(), int(counts.max()) * int((counts > 0).sum())))]
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         if self.stage == REPRESENTATION:

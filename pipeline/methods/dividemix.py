@@ -8,6 +8,7 @@ B rows on this rank, K classes, N training samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -214,13 +215,12 @@ def mean_prediction(networks: Sequence[Network], batch: Batch) -> Tensor:
 
 def pair_across(streams: Sequence[Batch], purpose: int) -> Tensor:
     """Mixing partners for both views of all streams; groups of the same number mix across streams."""
-    groups, keys = [], []
-    for number, stream in enumerate(streams):
-        for view in range(2):
-            groups.append(torch.where(stream.valid > 0, stream.groups, -1))
-            keys.append((stream.index * 2 + view) * 2 + number)
+    keys = torch.cat([stream.index * len(streams) + number for number, stream in enumerate(streams)])
+    groups = torch.cat([mixing.apart(stream) for stream in streams])
+    ends = np.cumsum([0, *(2 * len(stream.index) for stream in streams)])
+    places = [torch.arange(start, stop, device=keys.device).view(2, -1) for start, stop in pairwise(ends.tolist())]
     seed = int(streams[0].generator(purpose).integers(2**31))
-    return mixing.pair_within(torch.cat(groups), torch.cat(keys), seed)
+    return mixing.pair_within(groups, keys, torch.cat(places, 1), seed)
 
 
 @full_precision

@@ -23,6 +23,7 @@ from pipeline.methods.memory import remember
 from pipeline.methods.two_networks import TwoNetworks
 from pipeline.models.network import Network
 from pipeline.world import World
+from shards.settings import UserError
 
 LEAST = 1e-4  # predictions stay this far from 0 and 1
 COEFFICIENT, PARTNER = 1, 3  # purposes of random numbers; the second network uses the next ones
@@ -75,6 +76,8 @@ class ELRPlus(TwoNetworks):
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         assert isinstance(config.method, options.ELRPlus)
+        if config.model.ema:
+            raise UserError("elr_plus averages its weights itself (method.ema). Leave model.ema out.")
         super().__init__(config, data, world, decay=config.method.ema)
         self.options = config.method
         self.register_buffer("memory", torch.zeros(len(data), 2, data.classes))
@@ -91,7 +94,7 @@ class ELRPlus(TwoNetworks):
         self.steps = self._steps(batch)
         parts = [self._one(n, batch) for n in range(2)]
         ce, elr = (sum(values) for values in zip(*parts))
-        return {"loss": ce + self.options.strength * self._ramp() * elr, "ce": ce, "elr": elr}
+        return {"loss": ce + self.options.strength * self._rising(self.options.ramp) * elr, "ce": ce, "elr": elr}
 
     def _one(self, n: int, batch: Batch) -> tuple[Tensor, Tensor]:
         """Cross-entropy and regulariser of network n."""
@@ -114,16 +117,20 @@ class ELRPlus(TwoNetworks):
         per_epoch = -(-len(self.data) // self.data.batch)
         return self.epoch * per_epoch + batch.key[-1]
 
-    def _ramp(self) -> float:
+    def _rising(self, part: float) -> float:
+        """From almost 0 to 1 over this part of the training."""
         per_epoch = -(-len(self.data) // self.data.batch)
-        length = self.options.ramp * self.config.train.epochs * per_epoch
+        length = part * self.config.train.epochs * per_epoch
         return math.exp(-5 * (1 - min(1.0, self.steps / length)) ** 2) if length else 1.0
 
     def after_step(self) -> None:
-        """A true average at first, a moving one when that remembers less."""
-        if self.average is not None:
-            for average in self.average:
-                average.decay = min(1 - 1 / (self.steps + 2), self.options.ema)  # type: ignore[assignment]
+        """Without a ramp a true average at first, a moving one when that remembers less."""
+        if self.options.ema_ramp:
+            decay = self.options.ema * self._rising(self.options.ema_ramp)
+        else:
+            decay = min(1 - 1 / (self.steps + 2), self.options.ema)
+        for average in self.average or ():
+            average.decay = decay  # type: ignore[assignment]
         super().after_step()
 
     def beliefs(self) -> Beliefs:

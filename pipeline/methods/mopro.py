@@ -126,12 +126,13 @@ class MoPro(OneNetwork):
         super().train(mode)
         if self.stage == RETRAIN:
             self.network.backbone.eval()
+            self.judge.backbone.eval()
         return self
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         if self.stage == RETRAIN:
             with torch.no_grad():
-                features = self.network.backbone(batch.views["weak"])
+                features = self.judge.backbone(batch.views["weak"])
             label = self.label[batch.index].long()
             return {"loss": cross_entropy(self.network.head(features), label, batch.valid, self.world)}
         features, logits = self.network(batch.views["weak"])
@@ -162,14 +163,16 @@ class MoPro(OneNetwork):
 
     @torch.no_grad()
     def after_step(self) -> None:
+        super().after_step()
         if self.stage == RETRAIN:
             return
-        super().after_step()
         self.key_average.update(self.network)
         whole, rows = (torch.cat(parts) for parts in zip(*self.seen))
         self.seen = []
+        finite, rows = rows.isfinite().all(1), rows.nan_to_num()
         (index, label), (key, z, flags) = whole.T, rows.split([*2 * [self.queue.shape[1]], 4], 1)
         kept, used, score, valid = flags.T
+        valid = valid * finite  # the optimiser skips such a step; nothing may remember it either
         enqueue(self.queue, self.written, key, valid)
         self.prototypes.copy_(moved(self.prototypes, z, label, used * valid, self.options.prototype_momentum))
         for memory, value in zip((self.label, self.kept, self.used, self.score), (label, kept, used, score)):

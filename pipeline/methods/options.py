@@ -130,6 +130,7 @@ class ELRPlus(ELR):
     code: ClassVar[str] = "elr:ELRPlus"
     name: Literal["elr_plus"] = "elr_plus"  # type: ignore[assignment]
     ema: Annotated[float, Field(gt=0, lt=1)] = Field(0.997, description="decay of the averaged weights that make the memory")
+    ema_ramp: Fraction = Field(0.0, description="part of the training in which that decay rises; 0 = a true average at first")
     mixup: NonNegativeFloat = Field(1.0, description="Beta(a,a) of the mixing; 0 = no mixing")
     ramp: Fraction = Field(0.0, description="part of the training in which the regulariser rises; 0 = there from the start")
     remembered_targets: bool = Field(False, description="multiply the labels by the memory (the authors do so on CIFAR-100)")

@@ -7,6 +7,8 @@ B rows on this rank, K classes, D embedding width, N training samples.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -186,7 +188,8 @@ class Prototypical(OneNetwork):
             self.cleaning_now or self.options.mixup_before_cleaning or not self.options.cleaning
         ):
             lam = mixing.coefficient(batch, self.options.mixup, MIX_COEFFICIENT)
-            partner = mixing.partners(batch, len(views), MIX_PARTNER)
+            # Samples that were dropped neither learn nor lend their picture.
+            partner = mixing.partners(replace(batch, valid=weight), len(views), MIX_PARTNER)
             images, target, weights = (mixing.mix(v, partner, lam) for v in (images, target, weights))
         z = self.network.embed(self.network(images)[0])
         return soft_cross_entropy(

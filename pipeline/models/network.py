@@ -63,8 +63,10 @@ class Average(nn.Module):
 
     @torch.no_grad()
     def update(self, network: nn.Module) -> None:
-        old: list[Tensor] = list(self.network.parameters())
-        new: list[Tensor] = list(network.parameters())
-        torch._foreach_lerp_(old, new, 1 - self.decay)
+        """Follow what is learning now; a part that rests keeps the average it had when it stopped."""
+        pairs = [pair for pair in zip(self.network.parameters(), network.parameters()) if pair[1].requires_grad]
+        if pairs:
+            old, new = (list(part) for part in zip(*pairs))
+            torch._foreach_lerp_(old, new, 1 - self.decay)
         for kept, value in zip(self.network.buffers(), network.buffers()):
             kept.copy_(value)
