@@ -6,7 +6,9 @@ row, so taking one unreadable picture out changes next to nothing for the others
 
 from __future__ import annotations
 
+import math
 import zlib
+from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,7 +92,7 @@ def flip_count(counts: Ints, ratio: float, kind: str, wrong: dict[int, int] | No
         return int(drawn)
     if kind == "asymmetric":
         total = int(sum(counts[source] for source in wrong or {}))
-    return int(ratio * total)
+    return math.floor(Fraction(str(ratio)) * total)  # 0.29 of 100 is 29, though 0.29 * 100 is a little less
 
 
 def add_noise(

@@ -7,14 +7,14 @@ scan the source -> plan (bias, order) -> write shards -> if pictures proved unus
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shards import manifest
-from shards.builder import RECORD, Build
+from shards.builder import Build, read_record, tidy
 from shards.config import BuildConfig
+from shards.reader import read_manifest
 from shards.settings import UserError, load, run
 from shards.sources import Log, collect
 from shards.storage import Store, store_at
@@ -47,8 +47,8 @@ def _finished(store: Store, config: BuildConfig) -> bool:
     data = store.read(manifest.FILE, manifest.MAX_BYTES)
     if data is None:
         return False
-    record = store.read(RECORD, 1 << 20)
-    options = json.loads(record)["options"] if record else manifest.parse(data, repr(store)).options
+    record = read_record(store)
+    options = record["options"] if record else manifest.parse(data, repr(store)).options
     made = BuildConfig().content() | options  # an option younger than the shards had its default
     wanted = config.content()
     differing = [key for key in wanted if made[key] != wanted[key]]
@@ -68,6 +68,8 @@ def _alone(store: Store, world: int) -> Iterator[None]:
         yield
         return
     path = store.root.parent / f".{store.root.name}.lock"
+    if store.root.is_dir() and not os.access(store.root.parent, os.W_OK):  # a mounted volume
+        path = store.root / ".build" / "lock"
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,6 +95,8 @@ def main(argv: list[str]) -> int:
     if world == 1 and config.writers != 1 and not config.url:
         prepare()
     place = ensure(config, log, rank, world)
+    if rank == 0 and not config.url:
+        tidy(store_at(place), read_manifest(place))
     log(f"Finished shards: {store_at(place)}. Look at them with: python -m shards.inspect {store_at(place)}")
     return 0
 

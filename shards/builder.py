@@ -25,7 +25,7 @@ from shards.progress import Progress
 from shards.settings import UserError
 from shards.sources import Collection, Log, Rejected
 from shards.storage import Store
-from shards.write import Job, Part, Task, load_part, shard_name, write_all
+from shards.write import Job, Part, Task, load_part, part_name, shard_name, write_all
 
 RECORD = "build.json"
 MADE_BY = "evenhand 0.1.0"
@@ -33,9 +33,29 @@ SMALL = 5000  # fewer samples are written sooner by one process than others are 
 MOST_SAMPLES = 10_000  # in one shard
 ENOUGH_SHARDS, FEWEST_SAMPLES = 32, 512  # small sets get smaller shards: work for many writers, but no crumbs
 PATIENCE = 1800.0  # seconds a rank waits for the others without any news
-_OURS = re.compile(r"(\w+-\d{6}\.tar|\w+\.parquet|\w+\.beton)")
+_SPLITS = "train|test|imagenet"
+_OURS = re.compile(rf"(({_SPLITS})-\d{{6}}\.tar|({_SPLITS}|rejected)\.parquet|({_SPLITS})\.beton)")
 # One machine's paths, nobody else's business: not in the manifest.
 LOCAL = ("path", "root", "labels", "imagenet", "validation_path")
+
+
+def read_record(store: Store) -> dict[str, Any] | None:
+    """What a build in this place was asked for; None if there was none."""
+    try:
+        record = json.loads(store.read(RECORD, 1 << 20) or b"")
+        return record if isinstance(record["options"], dict) and record["input"] else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def tidy(store: Store, about: Manifest) -> None:
+    """Remove what a build left that was stopped between its manifest and its end."""
+    if store.sizes(".build"):
+        if about.options.get("format") == "beton":
+            for info in about.splits.values():
+                for shard in info.shards:
+                    store.remove(shard.name)
+        store.remove_folder(".build")
 
 
 class Build:
@@ -68,7 +88,11 @@ class Build:
                 self._write(plans)
                 closed = self._close_round(number, plans)
             self.reasons = [*self.found.rejected, *(tuple(item) for item in closed["reasons"])]
-            self._check_rejected()
+            try:
+                self._check_rejected()
+            except UserError:
+                self._forget_rejected(plans)
+                raise
             bad = {split: set(rows) for split, rows in closed["rows"].items()}
             if bad == self.bad:  # nothing new: the shards are as planned
                 break
@@ -103,7 +127,7 @@ class Build:
         """Remove what an unfinished build left. Anything that is not ours is never touched."""
         there = self.store.sizes()
         strange = [name for name in sorted(there) if name != RECORD and not _OURS.fullmatch(name)]
-        if strange or (there and RECORD not in there):
+        if strange or (there and read_record(self.store) is None):
             first = (strange or sorted(there))[0]
             raise UserError(f"{self.store} holds other files ({first}). Choose an empty or new folder as output.")
         for name in there:
@@ -149,10 +173,12 @@ class Build:
             if turn % self.world == self.rank and part is None
         ]
         total = sum(stop - start for _, _, start, stop, _ in mine)
-        if not mine:
+        if not mine or (self.rank and self.store.size(manifest.FILE) is not None):  # rank 0 is done, records are gone
             return
-        # Under a launcher of many ranks the ranks are the processes.
+        # Under a launcher of many ranks the ranks are the processes; nobody else sees this one's memory.
         writers = self.config.writers or (1 if total < SMALL or self.world > 1 else len(os.sched_getaffinity(0)))
+        if self.store.url.startswith("memory:"):
+            writers = 1
 
         def tasks() -> Iterator[Task]:
             for split, number, start, stop, digest in mine:
@@ -202,6 +228,17 @@ class Build:
         closed = {"rows": rows, "reasons": reasons}
         self.store.write(f".build/round-{number}.json", json.dumps(closed).encode())
         return closed
+
+    def _forget_rejected(self, plans: dict[str, Plan]) -> None:
+        """Whoever repairs the input and starts again has it looked at again."""
+        if self.rank:
+            return
+        for name in self.store.sizes(".build"):
+            if name.startswith("round-"):
+                self.store.remove(f".build/{name}")
+        for split, number, _, _, part in self._parts(plans):
+            if part and part.rejected():
+                self.store.remove(part_name(shard_name(split, number)))
 
     def _check_rejected(self) -> None:
         """Stop when too much of the input is unusable."""

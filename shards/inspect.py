@@ -11,6 +11,7 @@ from PIL import Image, ImageDraw, ImageFont
 from pydantic import Field
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
@@ -51,12 +52,12 @@ def show(url: str, split: Split, console: Console) -> None:
     groups = ", ".join(f"{len(classes)} {name}" for name, classes in about.groups.items())
     reasons = ", ".join(f"{count} {reason}" for reason, count in about.rejected.reasons.items())
     lines = [
-        f"[bold]{about.source}[/]: {samples} samples, {len(about.classes)} classes ({groups})",
+        f"[bold]{escape(about.source)}[/]: {samples} samples, {len(about.classes)} classes ({groups})",
         f"{tail}, {noise}, bias seed {bias.seed}",
         f"{len(list(files(about)))} files, {size / 1e6:,.1f} MB; manifest {about.hash[:12]}",
-        f"rejected: {about.rejected.count}" + (f" ({reasons})" if reasons else ""),
+        f"rejected: {about.rejected.count}" + (f" ({escape(reasons)})" if reasons else ""),
     ]
-    console.print(Panel("\n".join(lines), title=redact(url), expand=False))
+    console.print(Panel("\n".join(lines), title=escape(redact(url)), expand=False))
     console.print(_classes(split, {name: info.given_counts for name, info in about.splits.items()}))
 
 
@@ -87,7 +88,7 @@ def _classes(split: Split, counts: dict[str, list[int]]) -> Table:
             share,
             bar,
         ]
-        table.add_row(split.classes[k], *cells, *(str(counts[name][k]) for name in others))
+        table.add_row(escape(split.classes[k]), *cells, *(str(counts[name][k]) for name in others))
     if len(shown) < classes:
         table.caption = f"{len(shown)} of {classes} classes, from large to small"
     return table
@@ -159,7 +160,13 @@ def main(argv: list[str]) -> int:
     if config.sheet:
         if Path(config.sheet).suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
             raise UserError(f"sheet={config.sheet}: give the contact sheet a name that ends in .png or .jpg.")
-        contact_sheet(split, config.rows, config.columns, config.seed).save(config.sheet)
+        sheet = contact_sheet(split, config.rows, config.columns, config.seed)
+        try:
+            sheet.save(config.sheet)
+        except OSError as error:
+            raise UserError(
+                f"sheet={config.sheet} cannot be written ({error.strerror}). Choose another place."
+            ) from None
         print(f"Contact sheet: {config.sheet}")
     return 0
 

@@ -104,8 +104,8 @@ class Manifest(Settings):
     def to_bytes(self) -> bytes:
         """Indented for people, with each list of plain values on one line."""
         text = json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False)
-        flat = re.sub(r"\[\n[^\[\]{}]*?\n *\]", lambda found: re.sub(r"\n *", " ", found[0]), text)
-        return (flat.replace("[ ", "[").replace(" ]", "]") + "\n").encode()
+        flat = re.sub(r"\[\n *([^\[\]{}]*?)\n *\]", lambda found: "[" + re.sub(r"\n *", " ", found[1]) + "]", text)
+        return (flat + "\n").encode()
 
 
 def parse(data: bytes, where: str) -> Manifest:

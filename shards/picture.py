@@ -53,11 +53,11 @@ def admit(data: bytes, rules: Rules) -> tuple[bytes, str]:
 
 def _plain_jpeg(data: bytes, rules: Rules) -> bytes | None:
     """The fast way for whole, upright grey or colour JPEG; None sends the picture the careful way."""
-    if data[-2:] != b"\xff\xd9" or _has_exif(data):
+    if data[-2:] != b"\xff\xd9" or not _ordinary(data):
         return None
     try:
         height, width, space, _ = simplejpeg.decode_jpeg_header(data)
-    except ValueError:
+    except Exception:  # rare samplings raise KeyError
         return None
     if space not in ("YCbCr", "Gray") or height * width > rules.max_pixels:
         return None
@@ -68,19 +68,29 @@ def _plain_jpeg(data: bytes, rules: Rules) -> bytes | None:
         # A very large picture is decoded at a smaller scale, but never below twice the wanted size.
         least = 2 * rules.resize if shrink and min(height, width) >= 4 * rules.resize else 0
         pixels = simplejpeg.decode_jpeg(data, "RGB", min_height=least, min_width=least)
-    except ValueError:
+    except Exception as error:
+        if "premature end" in str(error).lower():  # Pillow would fill the rest with grey
+            raise Rejected("truncated") from None
         return None
     if not shrink:
         return data
     return _jpeg(_shrunk(Image.fromarray(pixels), (width, height), rules.resize), rules.quality)
 
 
-def _has_exif(data: bytes) -> bool:
-    """Whether a JPEG carries EXIF: a look at the segments before its picture, not at the bytes in them."""
+def _ordinary(data: bytes) -> bool:
+    """Whether a JPEG has eight bits a colour and no EXIF: a look at the segments before its pixels, not at the bytes in them."""
     place = 2
-    while data[place : place + 1] == b"\xff" and (0xE0 <= data[place + 1] <= 0xEF or data[place + 1] == 0xFE):
-        if data[place + 4 : place + 10] == b"Exif\0\0":
+    while data[place : place + 1] == b"\xff":
+        kind = data[place + 1]
+        if kind == 0xFF:  # a fill byte
+            place += 1
+            continue
+        if kind == 0xDA:  # the pixels
             return True
+        if kind == 0xE1 and data[place + 4 : place + 10] == b"Exif\0\0":
+            return False
+        if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC) and data[place + 4] != 8:
+            return False
         place += 2 + (data[place + 2] << 8) + data[place + 3]
     return False
 

@@ -88,7 +88,7 @@ def _targets(labels: NDArray[np.int32], found: Collection, config: BuildConfig) 
     """Samples to keep of each class."""
     available = bias.counts_of(labels, len(found.classes))
     if config.tail == "sorted":
-        return bias.sorted_tail_counts(available, config.rho)
+        return np.maximum(bias.sorted_tail_counts(available, config.rho), np.minimum(available, 1))
     targets = bias.tail_counts(config.largest or int(available.min()), len(available), config.rho)
     short = np.flatnonzero(available < targets)
     if len(short):

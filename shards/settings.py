@@ -30,7 +30,7 @@ class UserError(Exception):
 class Settings(BaseModel):
     """Base of all settings: unknown keys are refused, values do not change after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 S = TypeVar("S", bound=Settings)
@@ -95,6 +95,8 @@ def parse_override(text: str) -> Tree:
         value = raw
     if isinstance(value, str) and _is_number(value):  # YAML 1.1 reads 1e-3 as text
         value = float(value)
+    elif isinstance(value, str) and " #" in raw and raw[0] not in "'\"":
+        value = raw  # a path, not a comment
     for part in reversed(key.split(".")):
         value = {part: value}
     return value

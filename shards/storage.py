@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from shards.settings import UserError
 
@@ -289,6 +289,11 @@ def store_at(url: str) -> Store:
         raise UserError(f"'{redact(url)}' is neither a folder nor a URL. Write a path, or s3://bucket/folder.")
     if scheme and "@" in urlsplit(url).netloc:
         raise UserError(f"{redact(url)} carries a password. Give credentials by environment variables instead.")
-    if scheme in ("", "file"):
-        return LocalStore(urlsplit(url).path if scheme else url)
+    if scheme == "file":
+        path = unquote(url.removeprefix("file://"))
+        if not path.startswith("/"):
+            raise UserError(f"'{url}' names no place: after file:// comes a whole path, as in file:///data/shards.")
+        return LocalStore(path)
+    if not scheme:
+        return LocalStore(os.path.expanduser(url))
     return RemoteStore(url, scheme)

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import mmap
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -60,15 +61,19 @@ def verify(config: VerifyConfig, tell: Tell) -> int:
         problems += 1
         tell(text)
 
-    there = store.sizes()
-    cache = Cache(store, config.cache, verify=False)
-    for name, info in about.splits.items():
-        for file in filter(None, (info.table, info.beton)):
-            _file(file, there, cache, store, wrong)
-        _SplitCheck(name, info, about, there, cache, store, config, wrong).check()
-    if about.rejected.table:
-        _file(about.rejected.table, there, cache, store, wrong)
     listed = {manifest.FILE, "build.json", *(file.name for file in files(about))}
+    there = store.sizes() or {name: size for name in listed if (size := store.size(name)) is not None}
+    # The store itself is judged, not what somebody fetched from it earlier.
+    if config.cache.folder:
+        Path(config.cache.folder).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=config.cache.folder or None) as folder:
+        cache = Cache(store, config.cache.model_copy(update={"folder": folder}), verify=False)
+        for name, info in about.splits.items():
+            for file in filter(None, (info.table, info.beton)):
+                _file(file, there, cache, store, wrong)
+            _SplitCheck(name, info, about, there, cache, store, config, wrong).check()
+        if about.rejected.table:
+            _file(about.rejected.table, there, cache, store, wrong)
     for name in sorted(set(there) - listed):
         wrong(f"{name}: is not listed in the manifest")
     return problems
@@ -116,6 +121,7 @@ class _SplitCheck:
     ) -> None:
         self.name, self.info, self.about, self.config = name, info, about, config
         self.there, self.cache, self.store, self.wrong = there, cache, store, wrong
+        self.names = dict(enumerate(about.classes))
 
     def check(self) -> None:
         table = self._table()
@@ -159,45 +165,47 @@ class _SplitCheck:
 
     def _shard(self, number: int, shard: ShardInfo, start: int, rows: dict[str, Any], path: Path) -> None:
         """Walk the tar by what should be there, byte by byte; name the samples that are not so."""
+        if not path.stat().st_size:
+            return  # its size was told
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             damaged = hashlib.sha256(data).hexdigest() != shard.sha256
-            place = 0
+            place: int | None = 0
             for row in range(shard.samples):
                 sample = {name: column[row] for name, column in rows.items()}
-                trouble, place = self._sample(data, place, number, start + row, sample)
+                # After a damaged sample the table says where the next one should be.
+                where = place if place is not None else sample["offset"] - BLOCK
+                trouble, place = self._sample(data, where, number, start + row, sample)
                 if trouble is None and (damaged or self.config.decode):
                     trouble = self._decode(data, sample)
                 if trouble:
                     self.wrong(f"{shard.name}: sample {start + row} ({sample['key']!r}): {trouble}")
-                if place < 0:
-                    return
-            if data[place:] != b"\0" * (2 * BLOCK):
+            if place is not None and data[place:] != b"\0" * (2 * BLOCK):
                 self.wrong(f"{shard.name}: does not end after its last sample")
 
     def _sample(
         self, data: mmap.mmap, place: int, number: int, index: int, sample: dict[str, Any]
-    ) -> tuple[str | None, int]:
-        """(what is wrong, where the next sample starts; -1: no way to go on)."""
+    ) -> tuple[str | None, int | None]:
+        """(what is wrong, where the next sample starts; None: nobody knows)."""
         size, extension = sample["size"], sample["format"]
         if extension not in EXTENSIONS:
-            return f"format {extension!r} is not allowed", -1
+            return f"format {extension!r} is not allowed", None
         if sample["shard"] != number or sample["offset"] != place + BLOCK:
-            return "the table points to another place", -1
+            return "the table points to another place", None
         if data[place : place + BLOCK] != header(f"{index:08d}.{extension}".encode(), size):
-            return "the tar header of the picture is wrong", -1
+            return "the tar header of the picture is wrong", None
         place = sample["offset"] + size + -size % BLOCK
         try:
             length = int(data[place + 124 : place + 135], 8)
             if data[place : place + BLOCK] != header(f"{index:08d}.json".encode(), length) or length > _MOST_JSON:
                 raise ValueError
         except ValueError:
-            return "the tar header of the JSON is wrong", -1
+            return "the tar header of the JSON is wrong", None
         body = data[place + BLOCK : place + BLOCK + length]
         place += BLOCK + length + -length % BLOCK
         wanted = {
             "index": index,
             "label": sample["given"],
-            "class": self.about.classes[sample["given"]],
+            "class": self.names.get(sample["given"]),
             "true_label": sample["true"] if sample["true"] >= 0 else None,
             "flipped": sample["flipped"],
             "key": sample["key"],
@@ -229,7 +237,8 @@ def main(argv: list[str]) -> int:
     problems = verify(config, print)
     about = read_manifest(config.url)
     samples = sum(info.samples for info in about.splits.values())
-    how = "and decoded " if config.decode else ""
+    tars = any(shard.bytes for info in about.splits.values() for shard in info.shards)
+    how = ("and decoded " if tars else "(an FFCV file by its hash only) ") if config.decode else ""
     if problems:
         print(f"{redact(config.url)}: {problems} problems. Copy the files again, or build them anew.")
         return 1

@@ -129,6 +129,8 @@ def write_shard(task: Task, job: Job, step: Callable[[int], None]) -> None:
                     records.append((row, 0, 0, None, str(error)))
                 except OSError as error:
                     records.append((row, 0, 0, None, _reason(error)))
+                except Exception as error:  # one strange picture among millions must not end the build
+                    records.append((row, 0, 0, None, f"cannot be decoded ({type(error).__name__})"))
                 else:
                     index = task.start + place
                     about = _about(index, given[place], true[place], flipped[place], names, key)
@@ -138,6 +140,7 @@ def write_shard(task: Task, job: Job, step: Callable[[int], None]) -> None:
                     step(64)
             step(len(task.rows) % 64)
             sha256 = tar.close()
+        store.remove(part_name(task.name))  # between two lines: a record must never tell of another tar
         store.publish(temporary, task.name)
     finally:
         temporary.unlink(missing_ok=True)

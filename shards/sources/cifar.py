@@ -93,6 +93,8 @@ class CifarReader:
 
 def collect(config: BuildConfig, log: Log) -> Collection:
     path = config.path or DEFAULT_PATH
+    if Path(path).is_file():
+        raise UserError(f"path={path} is a file. Name the folder in which CIFAR lies, or is to be kept.")
     if config.download:
         _fetch(config.source, Path(path), log)
     loaded = load(config.source, path)
@@ -119,7 +121,7 @@ def load(name: str, path: str) -> dict[str, tuple[Pictures, NDArray[np.int32]]]:
     out = {}
     for split, files in (("train", published.train), ("test", (published.test,))):
         pictures = [_pictures(read[file], file, root) for file in files]
-        labels = [np.array(read[file][published.labels], np.int32) for file in files]
+        labels = [_labels(read[file], published.labels, file, root) for file in files]
         out[split] = (np.concatenate(pictures), np.concatenate(labels))
     return out
 
@@ -131,6 +133,18 @@ def class_names(name: str, path: str) -> list[str]:
     if (root / published.archive).is_file():
         return _archive(root / published.archive, published)[published.meta][published.names]
     return CIFAR10_CLASSES
+
+
+def _labels(batch: dict, name: str, file: str, root: Path) -> NDArray[np.int32]:
+    labels = batch.get(name)
+    most = 100 if name == "fine_labels" else 10
+    if (
+        not isinstance(labels, list)
+        or len(labels) != len(batch["data"])
+        or not all(label in range(most) for label in labels)
+    ):
+        raise UserError(f"{root}: {file} does not hold a label for each picture. Fetch CIFAR again.")
+    return np.array(labels, np.int32)
 
 
 def _pictures(batch: dict, file: str, root: Path) -> Pictures:

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute
 from numpy.typing import NDArray
 
+from shards.settings import UserError
 from shards.sources import Rejected, Rows
 
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp")
@@ -85,7 +88,11 @@ def walk(root: Path, below: str = "") -> Found:
 
 
 def _walk(root: str, below: str, found: Found, seen: set[str]) -> None:
-    with os.scandir(os.path.join(root, below)) as entries:
+    try:
+        scanned = os.scandir(os.path.join(root, below))
+    except PermissionError:
+        raise UserError(f"The folder {shown(os.path.join(root, below))} may not be read. Change its rights.") from None
+    with scanned as entries:
         for entry in entries:
             if entry.name.startswith("."):
                 continue
@@ -119,6 +126,18 @@ def is_text(name: str) -> bool:
 def shown(name: str) -> str:
     """Any file name in a form that can be printed and stored."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+def refuse_shared(train: Rows, test: Rows, roots: dict[str, str]) -> None:
+    """A picture to learn from must not be one to be judged by."""
+    if os.path.realpath(roots["train"]) != os.path.realpath(roots["test"]):
+        return
+    shared = test.keys.filter(pa.compute.is_in(test.keys, value_set=train.keys))
+    if len(shared):
+        raise UserError(
+            f"{len(shared)} pictures are for training and for validation, the first: {shared[0].as_py()}. "
+            "Leave them out of one of the two."
+        )
 
 
 def drop_missing(rows: Rows, root: str, split: str) -> tuple[Rows, list[tuple[str, str, str]]]:

@@ -13,7 +13,7 @@ from shards import bias
 from shards.config import BuildConfig
 from shards.settings import UserError
 from shards.sources import Collection, Log, Rows
-from shards.sources.files import FileReader, is_text, shown, walk
+from shards.sources.files import FileReader, is_text, refuse_shared, shown, walk
 
 _SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test"}
 
@@ -60,7 +60,10 @@ def split_off(rows: Rows, classes: int, config: BuildConfig) -> dict[str, Rows]:
 
 def collect(config: BuildConfig, log: Log) -> Collection:
     root = Path(config.path)
-    classes = class_folders(root)
+    own = os.path.realpath(os.path.expanduser(config.output)) if config.output else ""
+    classes = [
+        name for name in class_folders(root) if os.path.realpath(root / name) != own
+    ]  # shards among the pictures
     if len(classes) > 1 and set(classes) <= _SPLIT_NAMES:
         first = next((name for name in classes if name.startswith("train")), classes[0])
         other = next(name for name in classes if name != first)
@@ -78,6 +81,7 @@ def collect(config: BuildConfig, log: Log) -> Collection:
                 "Both need the same class folders."
             )
         test, more = scan(Path(config.validation_path), classes, "test", log)
+        refuse_shared(rows, test, roots)
         splits, rejected = {"train": rows, "test": test}, rejected + more
     else:
         splits = split_off(rows, len(classes), config)

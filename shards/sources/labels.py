@@ -46,10 +46,17 @@ def read_table(path: str, columns: list[str], optional: tuple[str, ...] = ()) ->
     chosen = columns + [name for name in optional if name in table.column_names]
     out = {}
     for name in chosen:
+        if table.column_names.count(name) > 1:
+            raise UserError(f"{file} has two columns '{name}'. Rename one of them.")
         column = table[name]
-        if isinstance(column.type, pa.DictionaryType):
-            column = column.cast(column.type.value_type)
-        text = column.cast(pa.string()).combine_chunks()
+        try:
+            if isinstance(column.type, pa.DictionaryType):
+                column = column.cast(column.type.value_type)
+            text = column.cast(pa.string()).combine_chunks()
+        except pa.ArrowException:
+            raise UserError(
+                f"{file}: column '{name}' ({column.type}) is not text or numbers. Write it as text."
+            ) from None
         if name in columns and text.null_count:
             raise UserError(f"{file}, row {_first_null(text) + 1}: column '{name}' is empty. Fill it or drop the row.")
         out[name] = text

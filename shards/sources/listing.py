@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from shards.config import BuildConfig
 from shards.settings import UserError
 from shards.sources import Collection, Log, Rows
-from shards.sources.files import FileReader, drop_missing
+from shards.sources.files import FileReader, drop_missing, refuse_shared
 from shards.sources.folder import split_off
 from shards.sources.labels import read_table, to_numbers
 
@@ -32,6 +32,11 @@ def collect(config: BuildConfig, log: Log) -> Collection:
     roots = {"train": _root(config.path, config)}
     roots["test"] = _root(config.validation_path, config) if extra else roots["train"]
     if extra:
+        if config.split_column in table.column_names:
+            raise UserError(
+                f"{config.path} has the column '{config.split_column}', and validation_path names a second list. "
+                "Leave out one of the two."
+            )
         splits = {"train": rows, "test": _trusted(_rows(extra, classes, config.validation_path, config))}
     elif config.split_column in table.column_names:
         test = _is_test(table[config.split_column].to_pylist(), config)
@@ -41,6 +46,7 @@ def collect(config: BuildConfig, log: Log) -> Collection:
     else:
         splits = split_off(rows, len(classes), config)
         splits["test"] = _trusted(splits["test"])
+    refuse_shared(splits["train"], splits["test"], roots)
     rejected: list[tuple[str, str, str]] = []
     for name, part in splits.items():
         splits[name], missing = drop_missing(part, roots[name], name)

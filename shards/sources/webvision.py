@@ -59,7 +59,7 @@ def _text(root: Path, name: str) -> Path:
 def _classes(root: Path, config: BuildConfig) -> list[str]:
     """'n01440764 tench' and so on: WordNet id and first name, in the order of the published list."""
     file = _text(root, "synsets.txt")
-    lines = [line.split(maxsplit=1) for line in file.read_text("utf-8").splitlines() if line.strip()]
+    lines = [line.split(maxsplit=1) for line in file.read_text("utf-8", "replace").splitlines() if line.strip()]
     if not lines or lines[0][0] != FIRST:
         found = lines[0][0] if lines else "nothing"
         raise UserError(

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet
 import pytest
+import simplejpeg
 from PIL import Image
 from shards_help import Build, fill, picture, pixels
 
@@ -320,3 +321,55 @@ class TestBuildWithBadPictures:
         train = open_split(build(source="folder", path=str(root), resize=8))
         for index in range(len(train)):
             assert Image.open(io.BytesIO(train.read(index))).size == (12, 8)
+
+
+def jpeg(size: tuple[int, int] = (64, 48)) -> bytes:
+    y, x = np.mgrid[0 : size[1], 0 : size[0]]
+    return encode(Image.fromarray(np.stack([x * 3, y * 4, x + y], -1).astype(np.uint8)), "jpeg")
+
+
+def segment(data: bytes, kind: int) -> int:
+    """Where a segment of this kind begins."""
+    place = 2
+    while data[place + 1] != kind:
+        place += 2 + (data[place + 2] << 8) + data[place + 3]
+    return place
+
+
+def test_half_a_jpeg_with_an_end_is_still_half() -> None:
+    data = jpeg()
+    cut = data[: segment(data, 0xDA) + (len(data) - segment(data, 0xDA)) // 2] + b"\xff\xd9"
+    for rules in ({"decode_check": True}, {"resize": 16}):
+        with pytest.raises(Rejected, match="truncated"):
+            admit(cut, Rules.of(BuildConfig(**rules)))
+
+
+def test_twelve_bits_and_hidden_exif_go_the_careful_way() -> None:
+    """Both look like plain JPEG to a hasty reader."""
+    data = bytearray(jpeg())
+    data[segment(bytes(data), 0xC0) + 4] = 12
+    with pytest.raises(Rejected, match="not a JPEG"):
+        admit(bytes(data), Rules.of(BuildConfig()))
+    turned = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.open(io.BytesIO(jpeg())).save(turned, "jpeg", exif=exif)
+    whole = turned.getvalue()
+    place = segment(whole, 0xE1)
+    end = place + 2 + (whole[place + 2] << 8) + whole[place + 3]
+    app, rest = whole[place:end], whole[:place] + whole[end:]
+    tables = segment(rest, 0xDB)
+    after = tables + 2 + (rest[tables + 2] << 8) + rest[tables + 3]
+    for hidden in (rest[:after] + app + rest[after:], whole[:place] + b"\xff" + whole[place:]):
+        stored, _ = admit(hidden, Rules.of(BuildConfig()))
+        assert Image.open(io.BytesIO(stored)).size == (48, 64)
+
+
+def test_a_sampling_the_fast_decoder_does_not_know() -> None:
+    """4:4:1 comes from turning 4:1:1 pictures; it must not end the build."""
+    data = bytearray(jpeg())
+    frame = segment(bytes(data), 0xC0)
+    data[frame + 11] = 0x14  # the first component's sampling
+    with pytest.raises(KeyError):
+        simplejpeg.decode_jpeg_header(bytes(data))
+    assert admit(bytes(data), Rules.of(BuildConfig())) == (bytes(data), "jpg")

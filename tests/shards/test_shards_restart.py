@@ -10,13 +10,18 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 from shards_help import Build, fill
 
 from shards import builder
 from shards import write as writing
+from shards.config import BuildConfig
 from shards.reader import open_split
 from shards.settings import UserError
+from shards.sources import collect
+from shards.storage import LocalStore, store_at
 
 ROOT = str(Path(__file__).parents[2])
 
@@ -47,8 +52,6 @@ class Killed(BaseException):
 def test_killed_at_every_step_and_started_again(options, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each start may change three files, then it is stopped; at the end the bytes are the same."""
     wanted = contents(build("undisturbed", **options))
-    from shards.storage import LocalStore
-
     publish = LocalStore.publish
     written: list[str] = []
     budget = 0
@@ -196,12 +199,9 @@ class Deadly:
 
 
 def test_a_writer_that_is_killed_ends_the_build_with_a_sentence(tmp_path: Path) -> None:
-    import numpy as np
     import pyarrow as pa
 
-    from shards.config import BuildConfig
     from shards.sources import Collection, Rows
-    from shards.storage import store_at
 
     labels = np.array([0, 1] * 4, np.int32)
     rows = Rows(pa.array([str(n) for n in range(8)]), labels, labels)
@@ -283,3 +283,61 @@ def test_a_full_disk_is_a_sentence_and_finished_shards_are_kept(
     assert not list((tmp_path / "out" / ".build").glob("*.tmp"))
     assert contents(build("out", **options)) == wanted
     assert len(open_split(str(tmp_path / "out"))) > 0
+
+
+def small_pngs(root: Path, each: int) -> Path:
+    """Of about the same size, so that tars of as many samples have as many blocks."""
+    rng = np.random.default_rng(0)
+    for name in "ab":
+        (root / name).mkdir(parents=True)
+        for number in range(each):
+            pixels = rng.integers(0, 255, (6, 5 + number % 5, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / name / f"{number:02d}.png")
+    return root
+
+
+def test_killed_between_a_rewritten_tar_and_its_record(
+    tmp_path: Path, build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old record has the size of the new tar, and other pictures in other places."""
+    root = small_pngs(tmp_path / "in", 30)
+    options = {"source": "folder", "path": str(root), "shard_samples": 10, "max_rejected": 0.2}
+    keys = open_split(build("before", **options)).keys()
+    (root / keys[-(len(keys) % 10 or 10)]).write_bytes(b"bad")
+    wanted = contents(build("undisturbed", **options))
+    write, seen = LocalStore.write, []
+
+    def stop_at_the_second(self, name, data, lasting=True):
+        seen.append(name)
+        if name.endswith(".part") and seen.count(name) == 2:
+            raise Killed
+        write(self, name, data, lasting)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "write", stop_at_the_second)
+        with pytest.raises(Killed):
+            build("killed", **options)
+    assert contents(build("killed", **options)) == wanted
+
+
+def test_a_rank_that_comes_late_to_a_finished_build_changes_nothing(options, tmp_path: Path, build: Build) -> None:
+    """Its records are gone with the end of the build; it must not take that for work to do."""
+    wanted = contents(build("alone", **options))
+    config = BuildConfig(**options, output=build("done", **options))
+    late = builder.Build(store_at(config.output), config, collect(config, print), print, rank=1, world=2)
+    late.run()
+    assert contents(tmp_path / "done") == wanted
+    assert not (tmp_path / "done" / ".build").exists() or not list((tmp_path / "done" / ".build").iterdir())
+
+
+def test_a_repaired_input_is_looked_at_again(tmp_path: Path, build: Build) -> None:
+    root = fill(tmp_path / "in", {"ant": 20, "bee": 20})
+    good = (root / "ant" / "000.jpg").read_bytes()
+    options = {"source": "folder", "path": str(root), "shard_samples": 8}
+    for name in ("001", "002", "003"):
+        (root / "ant" / f"{name}.jpg").write_bytes(good[:200])
+    with pytest.raises(UserError, match="3 of 40 pictures cannot be used"):
+        build("out", **options)
+    for name in ("001", "002", "003"):
+        (root / "ant" / f"{name}.jpg").write_bytes(good)
+    assert open_split(build("out", **options)).manifest.rejected.count == 0

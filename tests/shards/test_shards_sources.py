@@ -14,6 +14,8 @@ import pyarrow.parquet
 import pytest
 from shards_help import Build, fill, picture
 
+from shards.build import ensure
+from shards.config import BuildConfig
 from shards.reader import open_split
 from shards.settings import UserError
 
@@ -307,3 +309,55 @@ def test_published_noisy_labels_replace_the_given_ones(tmp_path: Path, build: Bu
     (tmp_path / "human.csv").write_text("worse\n1\n")
     with pytest.raises(UserError, match="has 1 labels, digits has 1438 training pictures"):
         build("short", rho=1, labels=str(tmp_path / "human.csv"), label_column="worse")
+
+
+class TestTrainingAndValidationStayApart:
+    def test_a_split_column_and_a_second_list(self, tmp_path: Path, build: Build) -> None:
+        fill(tmp_path, {"x": 8})
+        rows = "".join(f"x/{n:03d}.jpg,{'ab'[n % 2]},{'test' if n > 5 else 'train'}\n" for n in range(8))
+        (tmp_path / "split.csv").write_text("path,label,split\n" + rows)
+        (tmp_path / "val.csv").write_text("path,label\nx/000.jpg,a\nx/001.jpg,b\n")
+        (tmp_path / "train.csv").write_text(
+            "path,label\n" + "".join(f"x/{n:03d}.jpg,{'ab'[n % 2]}\n" for n in range(8))
+        )
+        with pytest.raises(UserError, match="has the column 'split', and validation_path names a second list"):
+            build(source="list", path=str(tmp_path / "split.csv"), validation_path=str(tmp_path / "val.csv"))
+        with pytest.raises(UserError, match=r"2 pictures are for training and for validation, the first: x/000\.jpg"):
+            build(source="list", path=str(tmp_path / "train.csv"), validation_path=str(tmp_path / "val.csv"))
+
+    def test_the_same_folder_twice(self, tmp_path: Path, build: Build) -> None:
+        root = str(fill(tmp_path / "in", {"a": 4, "b": 4}))
+        with pytest.raises(UserError, match="8 pictures are for training and for validation"):
+            build(source="folder", path=root, validation_path=root + "/")
+
+
+def test_shards_among_the_pictures_are_no_class(tmp_path: Path) -> None:
+    root = fill(tmp_path / "in", {"a": 10, "b": 10})
+    (root / "shards").mkdir()
+    config = BuildConfig(source="folder", path=str(root), output=str(root / "shards"))
+    assert open_split(ensure(config, lambda text: None)).classes == ["a", "b"]
+
+
+def test_a_sorted_tail_leaves_no_class_empty(tmp_path: Path, build: Build) -> None:
+    root = fill(tmp_path / "in", {"a": 40, "b": 6})
+    train = open_split(build(source="folder", path=str(root), rho=100, tail="sorted"))
+    assert min(train.info.given_counts) == 1
+
+
+def test_brackets_in_class_names(tmp_path: Path, build: Build, capsys: pytest.CaptureFixture[str]) -> None:
+    from shards.inspect import main as inspect
+    from shards.verify import main as verify
+
+    names = ["cat [ x ]", "crane [bird]", "n [b]"]
+    url = build(source="folder", path=str(fill(tmp_path / "in", dict.fromkeys(names, 6))))
+    assert open_split(url).classes == names
+    assert verify([url]) == 0
+    assert inspect([url]) == 0
+    assert "crane [bird]" in capsys.readouterr().out
+
+
+def test_a_column_that_stands_twice(tmp_path: Path, build: Build) -> None:
+    fill(tmp_path, {"x": 2})
+    (tmp_path / "list.csv").write_text("path,label,label\nx/000.jpg,a,b\n")
+    with pytest.raises(UserError, match="has two columns 'label'"):
+        build(source="list", path=str(tmp_path / "list.csv"))

@@ -14,7 +14,7 @@ from shards_help import fill, picture
 
 from shards import inspect, verify
 from shards.build import ensure
-from shards.config import BuildConfig
+from shards.config import BuildConfig, CacheConfig
 from shards.reader import open_split
 from shards.settings import UserError
 
@@ -159,3 +159,45 @@ def test_the_sheet_of_many_classes_goes_from_large_to_small() -> None:
 def test_tiles_are_square_and_keep_small_pixels(tmp_path: Path) -> None:
     assert inspect._tile(picture(1, (400, 100))).size == (inspect.TILE, inspect.TILE)
     assert Image.MAX_IMAGE_PIXELS  # the guard of Pillow is on
+
+
+def test_every_damaged_sample_is_named(whole: Path, tmp_path: Path) -> None:
+    """After a wrong header the next sample is where the table says."""
+    copy = tmp_path / "copy"
+    shutil.copytree(whole, copy)
+    split = open_split(str(copy), verify=False)
+    tar = copy / split.info.shards[0].name
+    data = bytearray(tar.read_bytes())
+    offsets = split._load_table()["offset"]
+    for row in (1, 3):
+        data[int(offsets[row]) - 512] ^= 1
+    tar.write_bytes(data)
+    said: list[str] = []
+    verify.verify(verify.VerifyConfig(url=str(copy)), said.append)
+    assert [text.split()[2] for text in said if "tar header" in text] == ["1", "3"]
+
+
+def test_an_emptied_tar_is_told(whole: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(whole, copy)
+    name = open_split(str(copy)).info.shards[0].name
+    (copy / name).write_bytes(b"")
+    said: list[str] = []
+    verify.verify(verify.VerifyConfig(url=str(copy)), said.append)
+    assert any(text.startswith(f"{name}: has 0 bytes") for text in said)
+
+
+def test_the_store_is_judged_and_not_an_earlier_copy(whole: Path, tmp_path: Path) -> None:
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    memory.put(str(whole), "/judged", recursive=True)
+    cache = CacheConfig(folder=str(tmp_path / "cache"))
+    split = open_split("memory://judged", "train", cache)
+    split.read(0)
+    name = f"/judged/{split.info.shards[0].name}"
+    data = bytearray(memory.cat_file(name))
+    data[2000] ^= 1
+    memory.pipe_file(name, bytes(data))
+    said: list[str] = []
+    assert verify.verify(verify.VerifyConfig(url="memory://judged", cache=cache), said.append) > 0
