@@ -68,7 +68,7 @@ class OptimConfig(Settings):
     restart_epochs: PositiveInt = Field(10, description="schedule=restarts: epochs of one cosine cycle")
     warmup_epochs: NonNegativeInt = Field(0, description="epochs of linear increase to lr")
     clip: NonNegativeFloat = Field(0.0, description="largest gradient norm; 0 = no clipping")
-    accumulate: PositiveInt = Field(1, description="micro-batches a global batch is cut into to save memory")
+    accumulate: PositiveInt = Field(1, description="micro-batches a global batch is cut into to save memory; exact for cross-entropy only, see docs/methods.md")
 
 
 class TrainConfig(Settings):

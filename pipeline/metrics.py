@@ -85,6 +85,10 @@ def cleaning_metrics(
         area = area_under_curve(right[known], score[known])
         if area is not None:
             out["clean/auc" if head == FIRST else f"clean/auc_{head}"] = area
+        for group, member in groups.items() if head == FIRST else ():
+            rows = known & member[given]
+            if (area := area_under_curve(right[rows], score[rows])) is not None:
+                out[f"clean/auc_{group}"] = area
     if beliefs.basis is not None:
         label, weight = (part.cpu().numpy() for part in beliefs.basis)
         held = weight[known].sum()
