@@ -93,10 +93,11 @@ def parse_override(text: str) -> Tree:
         value: Any = yaml.load(raw, _StrictLoader) if raw else ""
     except yaml.YAMLError:
         value = raw
-    if isinstance(value, str) and _is_number(value):  # YAML 1.1 reads 1e-3 as text
-        value = float(value)
-    elif isinstance(value, str) and " #" in raw and raw[0] not in "'\"":
-        value = raw  # a path, not a comment
+    if isinstance(value, str) and raw[:1] not in ("'", '"'):  # what is quoted stays as it is
+        if _is_number(value):  # YAML 1.1 reads 1e-3 as text
+            value = float(value)
+        elif " #" in raw:  # a path, not a comment
+            value = raw
     for part in reversed(key.split(".")):
         value = {part: value}
     return value

@@ -46,7 +46,7 @@ class VerifyConfig(Settings):
 def with_url(argv: list[str], schema: type[Settings]) -> list[str]:
     """`URL key=value` as `url=URL key=value`."""
     if argv and not argv[0].startswith("-") and argv[0].split("=")[0].split(".")[0] not in schema.model_fields:
-        return [f"url={argv[0]}", *argv[1:]]
+        return [f"url={json.dumps(argv[0])}", *argv[1:]]  # in quotes: a folder may be called 2024
     return argv
 
 

@@ -27,8 +27,11 @@ def collect(config: BuildConfig, log: Log) -> Collection:
     classes = _classes(root, config)
     wanted = ("google", "flickr") if config.parts == "both" else (config.parts,)
     rejected: list[tuple[str, str, str]] = []
-    lists = [_list(root, f"train_filelist_{part}.txt", len(classes), "") for part in wanted]
-    splits = {"train": _join(lists), "test": _list(root, "val_filelist.txt", len(classes), "val_images_256/")}
+    lists = [_list(root, f"train_filelist_{part}.txt", len(classes), "", not config.classes) for part in wanted]
+    splits = {
+        "train": _join(lists),
+        "test": _list(root, "val_filelist.txt", len(classes), "val_images_256/", not config.classes),
+    }
     roots = {"train": str(root), "test": str(root)}
     for name in splits:
         splits[name], missing = drop_missing(splits[name], roots[name], name)
@@ -71,7 +74,7 @@ def _classes(root: Path, config: BuildConfig) -> list[str]:
     return [" ".join([line[0], *line[1:2]]).split(",")[0] for line in lines[:count]]
 
 
-def _list(root: Path, name: str, classes: int, prefix: str) -> Rows:
+def _list(root: Path, name: str, classes: int, prefix: str, whole: bool) -> Rows:
     """The lines `path class` of a published list that belong to the first classes."""
     file = _text(root, name)
     try:
@@ -90,6 +93,10 @@ def _list(root: Path, name: str, classes: int, prefix: str) -> Rows:
     bad = next((path for path in paths if path.startswith("/") or ".." in path.split("/")), None)
     if bad is not None:
         raise UserError(f"{file}: the path '{bad}' is not below the folder. Take the list as it was published.")
+    if whole and len(labels) and labels.max() >= classes:
+        raise UserError(
+            f"{file}: class {labels.max()} is not in synsets.txt, which has {classes}. Take the lists of one release."
+        )
     kept = labels[labels < classes].astype(np.int32)
     if len(kept) and kept.min() < 0:
         raise UserError(f"{file}: a class number is negative. Take the list as it was published.")

@@ -274,6 +274,12 @@ class TestWebVision:
         with pytest.raises(UserError, match=r"class 0 must be n01440764 \(tench\), but it is n01440823"):
             build(source="webvision", path=str(tree))
 
+    def test_a_class_without_a_name_is_noticed(self, tree: Path, build: Build) -> None:
+        file = tree / "info/synsets.txt"
+        file.write_text("".join(file.read_text().splitlines(True)[:-1]))
+        with pytest.raises(UserError, match=r"class 59 is not in synsets\.txt, which has 59"):
+            build(source="webvision", path=str(tree))
+
     def test_a_short_validation_set_is_said(self, tree: Path, build: Build) -> None:
         file = tree / "info/val_filelist.txt"
         file.write_text("".join(file.read_text().splitlines(True)[:-60]))

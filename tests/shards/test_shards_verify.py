@@ -201,3 +201,9 @@ def test_the_store_is_judged_and_not_an_earlier_copy(whole: Path, tmp_path: Path
     memory.pipe_file(name, bytes(data))
     said: list[str] = []
     assert verify.verify(verify.VerifyConfig(url="memory://judged", cache=cache), said.append) > 0
+
+
+def test_a_folder_may_be_called_like_a_number(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(whole, tmp_path / "20240501")
+    monkeypatch.chdir(tmp_path)
+    assert verify.main(["20240501"]) == 0
