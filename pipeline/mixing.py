@@ -35,7 +35,7 @@ def apart(batch: Batch) -> Tensor:
 
 def chances(batch: Batch, purpose: int) -> Tensor:
     """(B,) float64 in [0,1): a draw for every row of this step, decided by its sample, not by the rank that holds it."""
-    return _hash_uniform(batch.index + _seed(batch, purpose) * 2654435761)
+    return _hash_uniform(batch.index, _seed(batch, purpose))
 
 
 def _seed(batch: Batch, purpose: int) -> int:
@@ -45,32 +45,37 @@ def _seed(batch: Batch, purpose: int) -> int:
 def pair_within(group_S: Tensor, key_S: Tensor, places_VS: Tensor, seed: int) -> Tensor:
     """(V*S,) the partner of every row: a permutation inside groups, decided by (seed, key) alone.
 
-    S samples with V views each; places_VS says which row holds a view of a sample. The samples of a group stand in a random
-    ring, and each meets a view of the next; alone in its group it meets its own.
+    S samples with V views each; places_VS says which row holds a view of a sample. For every view the samples of a group stand
+    in a random ring of its own, and each meets a view of the next; alone in its group it meets itself.
     """
-    chance = _hash_uniform(key_S + seed * 2654435761)
-    ring = torch.argsort(chance, stable=True)
+    views = len(places_VS)
+    following_VS = torch.stack([_next_in_ring(group_S, _hash_uniform(key_S * views + v, seed)) for v in range(views)])
+    turn_S = (_hash_uniform(key_S, seed + 1) * views).long()  # by whom is met: each view of it is met once
+    view_VS = (torch.arange(views, device=key_S.device)[:, None] + turn_S[following_VS]) % views
+    partner = torch.empty(places_VS.numel(), dtype=torch.long, device=key_S.device)
+    partner[places_VS] = places_VS[view_VS, following_VS]
+    return partner
+
+
+def _next_in_ring(group_S: Tensor, chance_S: Tensor) -> Tensor:
+    """(S,) the next sample of the same group in the order of `chance_S`, the first again after the last."""
+    ring = torch.argsort(chance_S, stable=True)
     ring = ring[torch.argsort(group_S[ring], stable=True)]
     group = group_S[ring]
     first, end = torch.searchsorted(group, group), torch.searchsorted(group, group, right=True)
     place = torch.arange(len(ring), device=ring.device)
     following = torch.empty_like(ring)
     following[ring] = ring[torch.where(place + 1 < end, place + 1, first)]
-    views = len(places_VS)
-    turn = (_hash_uniform(key_S + (seed + 1) * 2654435761) * views).long()
-    view = (torch.arange(views, device=ring.device)[:, None] + turn) % views
-    out = torch.empty(places_VS.numel(), dtype=torch.long, device=ring.device)
-    out[places_VS] = places_VS[view, following]
-    return out
+    return following
 
 
-def _hash_uniform(x: Tensor) -> Tensor:
+def _hash_uniform(key: Tensor, seed: int) -> Tensor:
     """(n,) float64 in [0,1) from int64, on the device (SplitMix64 finaliser with arithmetic shifts masked to logical ones)."""
 
     def shifted(value: Tensor, bits: int) -> Tensor:
         return (value >> bits) & ((1 << (64 - bits)) - 1)
 
-    x = x * -7046029254386353131
+    x = (key + seed * 2654435761) * -7046029254386353131
     x = (x ^ shifted(x, 30)) * -4658895280553007687
     x = (x ^ shifted(x, 27)) * -7723592293110705685
     x = x ^ shifted(x, 31)

@@ -41,11 +41,14 @@ def test_the_same_pairs_arise_when_groups_are_spread_over_ranks(seed, cut) -> No
 def test_partners_differ_from_seed_to_seed_and_are_spread_evenly() -> None:
     """Every other sample of the group, and either of its views, equally often."""
     group, draws = torch.zeros(4, dtype=torch.long), 3000
-    seen = torch.zeros(8, 8)
+    seen, both = torch.zeros(8, 8), 0
     for seed in range(draws):
-        seen[torch.arange(8), pair_within(group, torch.arange(4), places(2, 4), seed)] += 1
+        partner = pair_within(group, torch.arange(4), places(2, 4), seed)
+        seen[torch.arange(8), partner] += 1
+        both += int(partner[0] % 4 == partner[4] % 4)
     own = torch.eye(4).repeat(2, 2)
     assert (seen / draws - (1 - own) / 6).abs().max() < 0.03
+    assert abs(both / draws - 1 / 3) < 0.03  # the two views of a sample choose for themselves
 
 
 def test_mixing_is_a_weighted_sum() -> None:
