@@ -214,7 +214,7 @@ def test_thirty_steps_follow_the_golden_curve(digits, tmp_path) -> None:
         file.parent.mkdir(exist_ok=True)
         file.write_text(json.dumps(losses) + "\n")
     golden = json.loads(file.read_text())
-    assert losses[:8] == pytest.approx(golden[:8], rel=1e-3)  # warm-up and the epoch before cleaning
+    assert losses[:8] == pytest.approx(golden[:8], rel=1e-4)  # warm-up and the epoch before cleaning
     # Cleaning says yes or no: on another processor a label at the threshold may fall on the other side.
     assert losses[8:] == pytest.approx(golden[8:], rel=2e-2)
 
