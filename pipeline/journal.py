@@ -19,9 +19,10 @@ from typing import Any
 Record = dict[str, Any]
 log = logging.getLogger(__name__)
 
-_CREDENTIALS = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*://)[^/\s@'\"]+@")
+_CREDENTIALS = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*://)[^/\s\"]+@")  # to the last @: a password may hold one
 _SECRET_ARGUMENT = re.compile(
-    r"(?i)(?P<name>[?&;][\w.-]*(?:password|passwd|token|secret|signature|credential|api_?key)[\w.-]*=)[^&;\s'\"]+"
+    r"(?i)(?P<name>[?&;][\w.-]*(?:password|passwd|token|secret|signature|credential|(?:api|access)[_-]?key)[\w.-]*="
+    r"|[?&;]sig=)[^&;\s'\"]+"
 )
 
 
@@ -91,6 +92,7 @@ class Journal:
             if self._waiting:
                 self._write()
             os.close(self._file)
+            self._file = -1  # the number may soon be another file's
 
     def _last_line_end(self) -> int:
         """A process that died may have left half a line: where the last whole one ends."""

@@ -42,14 +42,8 @@ log = logging.getLogger(__name__)
 
 
 def connect(uri: str) -> tuple[MlflowClient, str]:
-    """(client, URI without credentials). Makes the folder of an sqlite database; moves credentials where
-    mlflow hides them.
-    """
-    parts = urlsplit(uri)
-    if parts.username:
-        os.environ["MLFLOW_TRACKING_USERNAME"] = unquote(parts.username)
-        os.environ["MLFLOW_TRACKING_PASSWORD"] = unquote(parts.password or "")
-        uri = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    """(client, URI as mlflow shall know it). Makes the folder of an sqlite database."""
+    uri = without_credentials(uri)
     database = sqlite_path(uri)
     if database is None:
         return MlflowClient(tracking_uri=uri), uri
@@ -59,6 +53,18 @@ def connect(uri: str) -> tuple[MlflowClient, str]:
         client = MlflowClient(tracking_uri=uri)
         client.search_experiments(max_results=1)
     return client, uri
+
+
+def without_credentials(uri: str) -> str:
+    """The URI of a server; its credentials move where mlflow looks for them and hides them. Those of a database
+    (postgresql://) have no other place than the URI.
+    """
+    parts = urlsplit(uri)
+    if not parts.username or parts.scheme not in ("http", "https"):
+        return uri
+    os.environ["MLFLOW_TRACKING_USERNAME"] = unquote(parts.username)
+    os.environ["MLFLOW_TRACKING_PASSWORD"] = unquote(parts.password or "")
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def sqlite_path(uri: str) -> Path | None:
@@ -98,13 +104,14 @@ class Shipper:
         self.client, self.uri = connect(uri)
         self.path, self.folder = path, path.parent
         self.cursor = read_cursor(path)
-        server = hashlib.sha256(self.uri.encode()).hexdigest()[:16]
+        server = hashlib.sha256(journal.redact(self.uri).encode()).hexdigest()[:16]
         if self.cursor.get("server") != server:  # a server that has seen nothing of this journal
             self.cursor = {"server": server, "offset": 0, "deferred": []}
         self.run_id = ""  # empty: not attached
         self.keys: set[str] = set()  # metrics the server has points of
         self.seen: dict[str, set[int]] = {}  # their steps, fetched when first needed
         self.metrics: list[Metric] = []
+        self.shipped = 0  # records, in the life of this object
 
     def ship(self, last: bool = False) -> None:
         """Everything that is in the journal now; raises where it gets stuck, having noted how far it came."""
@@ -115,6 +122,7 @@ class Shipper:
             reached = self.cursor["offset"]
             for end, record in journal.read(self.path, self.cursor["offset"]):
                 self._take(record)
+                self.shipped += 1
                 if record["kind"] != "metrics" or len(self.metrics) >= BATCH:
                     self._flush(end)
                 reached = end
@@ -164,20 +172,25 @@ class Shipper:
         if start is None:
             raise UserError(f"{self.path} does not begin with the start of a run")
         experiment = experiment_id(self.client, self.uri, start["experiment"])
-        found = self.client.search_runs([experiment], f"tags.`{JOB_TAG}` = '{start['job']}'", max_results=1)
-        if not found:
-            tags = {**start["tags"], JOB_TAG: start["job"]}
-            run = self.client.create_run(experiment, start["time"], tags, start["name"])
-            self.cursor |= {"offset": 0, "deferred": []}
+        found = self.client.search_runs([experiment], f"tags.`{JOB_TAG}` = '{start['job']}'", max_results=10)
+        if found:
+            before = self.cursor.get("run_id")
+            run = min(found, key=lambda one: (one.info.run_id != before, one.info.run_id))
+            for other in found:  # a slow server may have made a run after we had given up waiting for it
+                if other is not run:
+                    self.client.delete_run(other.info.run_id)
         else:
-            run = found[0]
-        self.run_id = self.cursor["run_id"] = run.info.run_id
+            tags = {clean_key(key): value for key, value in start["tags"].items()} | {JOB_TAG: start["job"]}
+            run = self.client.create_run(experiment, start["time"], tags, start["name"])
+        if self.cursor.get("run_id") != run.info.run_id:
+            self.cursor |= {"run_id": run.info.run_id, "offset": 0, "deferred": []}
+        self.run_id = run.info.run_id
         self.keys, self.seen = set(run.data.metrics), {}
 
     def _describe(self, start: Record) -> None:
         """Params and tags of a start. MLflow's params are final: what a resume changed is told by a tag."""
         known = self.client.get_run(self.run_id).data.params
-        params, tags = [], [RunTag(key, str(value)[:5000]) for key, value in start["tags"].items()]
+        params, tags = [], [RunTag(clean_key(key), str(value)[:5000]) for key, value in start["tags"].items()]
         for key, value in start["params"].items():
             key = clean_key(key)
             if key not in known:
@@ -203,10 +216,12 @@ class Shipper:
                 journal.redact(str(error))[:300],
             )
             self.cursor["deferred"].append(record)
+            self.shipped -= 1
 
     def _retry_deferred(self) -> None:
         waiting, self.cursor["deferred"] = self.cursor["deferred"], []
         for record in waiting:
+            self.shipped += 1
             self._try(record)
         if waiting:
             write_cursor(self.path, self.cursor)

@@ -49,6 +49,7 @@ class NullTracker:
     """Tracking on ranks other than 0: the same calls, no effect."""
 
     run_id: str | None = None
+    lost = False  # the journal a checkpoint tells of is gone, with a machine's disk perhaps
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record metrics of one step. Returns at once, never raises."""
@@ -97,7 +98,8 @@ class Tracker(NullTracker):
         }
         start["job"], keep = self._take_over(start, state)
         self._journal = Journal(self.path, keep)
-        rewind(self.path, self._journal.size)
+        self._kept = self._journal.size
+        self.lost = self._kept < keep
         self._began = self._first_start() or _now()
         start["tags"] |= {"mlflow.user": _user(), "mlflow.source.name": "pipeline.train", **_commit()}
         if "method" in tags:
@@ -110,8 +112,7 @@ class Tracker(NullTracker):
         self._threads: list[threading.Thread] = []
         if config.system_metrics:
             self._start(self._sample, "tracking-sampler")
-        if config.uri:
-            self._start(self._ship, "tracking-shipper")
+        self._start(self._ship, "tracking-shipper")
 
     # -- what the trainer calls --------------------------------------------------------------------
 
@@ -189,9 +190,15 @@ class Tracker(NullTracker):
         thread.start()
 
     def _ship(self) -> None:
-        """Ship, pause, ship; after trouble the pauses grow, at the end there is one last attempt."""
+        """Ship, pause, ship; after trouble the pauses grow, at the end there is one last attempt. The journal is held
+        even if nothing is shipped: a replay would end a run that is alive.
+        """
         with lock(self.path, self._closing) as mine:
             if not mine:
+                return
+            rewind(self.path, self._kept)  # here, because a replay may have had the journal until now
+            if not self.config.uri:
+                self._closing.wait()
                 return
             shipper = None
             while True:
@@ -274,14 +281,16 @@ def _brief(error: BaseException) -> str:
 def lock(path: Path, stop: threading.Event | None = None) -> Iterator[bool]:
     """One process ships a journal. With `stop`, wait for the lock until it is set; without, do not wait."""
     with Path(f"{path}.lock").open("a") as file:
+        last = stop is None
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if stop is None or stop.wait(0.5):
+                if last:
                     yield False
                     return
+                last = stop is not None and stop.wait(0.5)
             except OSError:  # a file system without locks: there is only us
                 break
         yield True
@@ -299,27 +308,32 @@ def replay(folder: Path, uri: str) -> int:
     paths = sorted(folder.glob("journal*.jsonl"))
     if not paths:
         raise UserError(f"There is no journal in {folder}. Give the output folder of a run.")
-    shipped = 0
+    shipped = left = 0
     for path in paths:
         with lock(path) as mine:
             if not mine:
-                raise UserError(f"{path} belongs to a job that is still running; it ships its journal itself.")
+                raise UserError(f"{path} is being shipped by its job, which is still running, or by another replay.")
             kind = None
             for _, record in journal.read(path):
                 kind = record["kind"]
             if kind != "end":
                 ending = Journal(path)
-                status = "FINISHED" if (folder / "summary.json").is_file() else "FAILED"
-                ending.append({"kind": "end", "time": _now(), "status": status})
+                finished = path.name == JOURNAL and (folder / "summary.json").is_file()
+                ending.append({"kind": "end", "time": _now(), "status": "FINISHED" if finished else "FAILED"})
                 ending.close()
-            left = pending(path)
             try:
-                Shipper(uri, path).ship(last=True)
+                shipper = Shipper(uri, path)
+                shipper.ship(last=True)
             except Exception as error:
                 raise UserError(
                     f"MLflow at {redact(uri)}: {_brief(error)}. {path} is kept; try again later."
                 ) from error
-            shipped += left - pending(path)
+            shipped += shipper.shipped
+            left += pending(path)
+    if left:
+        raise UserError(
+            f"{left} artifacts were not taken by MLflow at {redact(uri)}; the rest is there. Try again later."
+        )
     return shipped
 
 

@@ -87,12 +87,15 @@ class Trainer:
         self.survey_ahead: Survey | None = None  # taken for evaluation, serves the next epoch too
         self.last_evaluation: dict[str, Evaluation] = {}
         self.bad_pictures = 0
-        self.images = 0.0  # pictures trained on, and the seconds that took
-        self.train_seconds = 0.0
+        self.images = 0.0  # pictures trained on, the seconds that took, and those of them spent waiting for pictures
+        self.train_seconds = self.wait_seconds = 0.0
         self.clock = Clock()
         self.last_save = time.monotonic()
         state = self._resume()
         self.tracker = make_tracker(state)
+        if self.tracker.lost:
+            for epoch, past in enumerate(self.history, 1):
+                self.tracker.log(epoch, past)
 
     # -- the algorithm ------------------------------------------------------------------------------------------------
 
@@ -149,7 +152,7 @@ class Trainer:
         title = f"{stage.name} {self.at.epoch + 1}/{stage.epochs}" if stage.epochs else stage.name
         steps = self.loader.steps(walk)
         tick = self.method.tick(self.at.walk)
-        began = set_off()
+        began, waited = set_off(), self.loader.wait_seconds
         batches = self.loader.batches(walk, tick, self.at.step)
         for batch in follow(batches, steps, title, self.world.leads, self.at.step):
             if self.on_batch:
@@ -160,6 +163,8 @@ class Trainer:
                 continue
             self.at.step, self.at.steps = self.at.step + 1, self.at.steps + 1
             self.train_seconds += time.monotonic() - began
+            self.wait_seconds += self.loader.wait_seconds - waited
+            waited = self.loader.wait_seconds
             save = self.pulse.beat(arrived() - began, self._save_due())
             began = set_off()
             self._look_after_step(batch, title, steps)
@@ -176,7 +181,8 @@ class Trainer:
         self._take_losses()
         self.found |= {"train/lr": lr, "train/epoch": float(self.at.epoch), "time/seconds": self.clock.seconds}
         self.found["time/images_per_second"] = self.images / max(self.train_seconds, 1e-9)
-        self.found["time/data_wait"] = self.loader.wait_seconds / max(self.train_seconds, 1e-9)
+        self.found["time/step"] = self.train_seconds / max(self.at.steps, 1)
+        self.found["time/data_wait"] = self.wait_seconds / max(self.train_seconds, 1e-9)
         best = all(self.found["test/top1"] > past["test/top1"] for past in self.history)
         self.history.append(dict(self.found))
         self.tracker.log(self.epochs_done, self.found | self._other_machines())
@@ -316,6 +322,7 @@ class Trainer:
                 "manifest": self.train_split.manifest.hash,
                 "classes": list(self.train_split.classes),
                 "given_counts": self.train_split.info.given_counts,  # opens the model where the shards are not
+                "clean_counts": self.train_split.info.clean_counts,  # many, medium and few wherever it is judged
             },
             "position": asdict(self.at),
             "method": self.engine.weights(),
@@ -324,7 +331,12 @@ class Trainer:
             "found": self.found,
             "sums": self._sums_of_all(),
             "tracking": self.tracker.state(),
-            "effort": {"seconds": self.clock.seconds, "images": self.images, "train_seconds": self.train_seconds},
+            "effort": {
+                "seconds": self.clock.seconds,
+                "images": self.images,
+                "train_seconds": self.train_seconds,
+                "wait_seconds": self.wait_seconds,
+            },
         }
         self.checkpoints.save(self.at.steps, tree, best=best, wait=wait)
 
@@ -339,8 +351,10 @@ class Trainer:
         self.at = Position(**tree["position"])
         self.history, self.found = tree["history"], tree["found"]
         self.sums = {name: self._own_sum(value) for name, value in tree["sums"].items()}
-        self.clock = Clock(tree["effort"]["seconds"])
-        self.images, self.train_seconds = tree["effort"]["images"], tree["effort"]["train_seconds"]
+        effort = tree["effort"]
+        self.clock = Clock(effort["seconds"])
+        self.images, self.train_seconds = effort["images"], effort["train_seconds"]
+        self.wait_seconds = effort.get("wait_seconds", 0.0)  # unknown to older checkpoints
         log.info(
             "resuming from %s: stage %d, epoch %d, step %d", loaded.name, self.at.stage, self.at.epoch, self.at.step
         )

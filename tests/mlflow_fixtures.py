@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from trained import ROOT, Trained, command
+from trained import Trained, train
 
 
 @pytest.fixture(scope="session")
@@ -32,10 +32,5 @@ def trained(digits: str, migrated: Path, tmp_path_factory: pytest.TempPathFactor
     place = tmp_path_factory.mktemp("trained")
     (place / "mlflow.db").write_bytes(migrated.read_bytes())
     run = Trained(place / "run", f"sqlite:///{place / 'mlflow.db'}", digits)
-    command(
-        "pipeline.train", "--config", ROOT / "configs/digits.yaml", f"shards.url={digits}",
-        f"output={run.folder}", f"tracking.uri={run.uri}", "tracking.experiment=tests",
-        "tracking.register_as=digits", "train.epochs=3", "model.width=4", "method.warmup_steps=4",
-        "method.cleaning_start=1", "method.threshold=fixed", "method.threshold_start=0.12", "data.batch=128",
-    )  # fmt: skip
+    train(digits, f"output={run.folder}", f"tracking.uri={run.uri}", "tracking.register_as=digits")
     return run

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from mlflow_store import client_of, history, runs_in
+from trained import Trained, train
 
 from pipeline import journal, tracking
 from pipeline.config import TrackingConfig
@@ -36,6 +39,21 @@ def start(config: TrackingConfig, folder: Path, state: dict | None = None, **par
     return Tracker(
         config, folder, "digits prototypical seed=0", {**PARAMS, **params}, {"method": "prototypical"}, state
     )
+
+
+def stop(tracker: Tracker) -> None:
+    """As if its process had died without a word: the threads end, no end is written."""
+    tracker._closing.set()
+    tracker._wake.set()
+    for thread in tracker._threads:
+        thread.join()
+
+
+def wait_for_lock(folder: Path) -> None:
+    free = True
+    while free:
+        with tracking.lock(folder / "journal.jsonl") as free:
+            pass
 
 
 def lines(folder: Path, kind: str = "metrics") -> list[dict]:
@@ -136,10 +154,7 @@ def test_a_job_that_died_before_its_first_checkpoint_starts_again_in_the_same_ru
 ) -> None:
     first = start(config(database), tmp_path / "run")
     first.log(1, {"test/top1": 10.0})
-    first._closing.set()  # dies without a word: the thread ends, no end is written
-    first._wake.set()
-    for thread in first._threads:
-        thread.join()
+    stop(first)
     second = start(config(database), tmp_path / "run")
     second.log(1, {"test/top1": 10.0})
     second.log(2, {"test/top1": 20.0})
@@ -167,7 +182,7 @@ def test_replay_ships_what_a_dead_job_left_marks_it_failed_and_does_nothing_the_
 ) -> None:
     dead = start(config(), tmp_path / "run")  # journal only: as if the server had been away all the time
     dead.log(1, {"test/top1": 10.0})
-    dead._journal.close()
+    stop(dead)
     uri = f"sqlite:///{database}"
     assert tracking.replay(tmp_path / "run", uri) == 3  # start, metrics, end
     (run,) = runs_in(database)
@@ -181,9 +196,77 @@ def test_replay_keeps_away_from_a_journal_whose_job_is_alive(database: Path, tmp
     alive = start(config(database), tmp_path / "run")
     while not alive.run_id:
         pass
-    with pytest.raises(UserError, match="still running"):
+    with pytest.raises(UserError, match="still running, or by another replay"):
         tracking.replay(tmp_path / "run", f"sqlite:///{database}")
     alive.finish("FINISHED")
+
+
+def test_replay_keeps_away_from_a_job_that_only_writes_its_journal(database: Path, tmp_path: Path) -> None:
+    alive = start(config(), tmp_path / "run")
+    alive.log(1, {"test/top1": 10.0})
+    wait_for_lock(tmp_path / "run")
+    with pytest.raises(UserError, match="still running"):
+        tracking.replay(tmp_path / "run", f"sqlite:///{database}")
+    alive.log(2, {"test/top1": 20.0})
+    alive.finish("FINISHED")
+    assert tracking.replay(tmp_path / "run", f"sqlite:///{database}") == 4
+    (run,) = runs_in(database)
+    assert run.info.status == "FINISHED"
+    assert history(database, run.info.run_id, "test/top1") == [(1, 10.0), (2, 20.0)]
+
+
+def test_a_job_that_starts_again_while_it_is_replayed_loses_nothing(database: Path, tmp_path: Path) -> None:
+    first = start(config(database), tmp_path / "run")
+    first.log(1, {"test/top1": 10.0})
+    state = first.state()
+    assert first.finish("KILLED")
+    path = first.path
+    with tracking.lock(path):  # a replay is at work when the job starts again, and notes how far it came
+        second = start(config(database), tmp_path / "run", state)
+        journal.write_cursor(path, {**journal.read_cursor(path), "offset": second._journal.size + 40})
+        second.log(2, {"test/top1": 20.0})
+    second.log(3, {"test/top1": 30.0})
+    assert second.finish("FINISHED")
+    (run,) = runs_in(database)
+    assert history(database, run.info.run_id, "test/top1") == [(1, 10.0), (2, 20.0), (3, 30.0)]
+
+
+def test_the_journal_put_aside_of_a_job_that_died_is_replayed_as_failed(database: Path, tmp_path: Path) -> None:
+    dead = start(config(), tmp_path)
+    stop(dead)
+    other = start(config(), tmp_path, **{"method.name": "cross_entropy"})
+    other.finish("FINISHED")
+    (tmp_path / "summary.json").write_text("{}")
+    tracking.replay(tmp_path, f"sqlite:///{database}")
+    found = {run.data.params["method.name"]: run.info.status for run in runs_in(database)}
+    assert found == {"prototypical": "FAILED", "cross_entropy": "FINISHED"}
+
+
+def test_a_journal_lost_with_its_machine_is_written_again_from_the_checkpoint(
+    trained: Trained, database: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(trained.folder / "checkpoints", tmp_path / "checkpoints")
+    words = f"output={tmp_path / 'elsewhere'}", f"checkpoint.url={tmp_path / 'checkpoints'}"
+    train(trained.shards, *words, f"tracking.uri=sqlite:///{database}")
+    (run,) = runs_in(database)
+    known = history(trained.uri, trained.run_id, "test/top1")
+    assert len(known) == 3
+    assert history(database, run.info.run_id, "test/top1") == known
+
+
+def test_a_second_run_of_the_same_job_made_by_a_slow_server_is_taken_away(database: Path, tmp_path: Path) -> None:
+    tracker = start(config(database), tmp_path)
+    tracker.log(1, {"test/top1": 10.0})
+    while tracking.pending(tracker.path):
+        pass
+    client = client_of(database)
+    (run,) = runs_in(database)
+    client.create_run(run.info.experiment_id, run.info.start_time, {"evenhand.job": tracker.state()["job"]})
+    tracker.log(2, {"test/top1": 20.0})
+    assert tracker.finish("FINISHED")
+    (left,) = runs_in(database)
+    assert left.info.run_id == run.info.run_id == tracker.run_id
+    assert history(database, left.info.run_id, "test/top1") == [(1, 10.0), (2, 20.0)]
 
 
 def test_a_run_lost_with_its_database_is_made_again_from_the_journal(
@@ -193,7 +276,7 @@ def test_a_run_lost_with_its_database_is_made_again_from_the_journal(
     tracker.log(1, {"test/top1": 10.0})
     assert tracker.finish("FINISHED")
     database.write_bytes(migrated.read_bytes())
-    tracking.replay(tmp_path / "run", f"sqlite:///{database}")
+    assert tracking.replay(tmp_path / "run", f"sqlite:///{database}") == 3  # not "nothing was left to ship"
     (run,) = runs_in(database)
     assert history(database, run.info.run_id, "test/top1") == [(1, 10.0)]
 
@@ -206,7 +289,7 @@ def test_everything_about_a_run_reaches_mlflow(database: Path, tmp_path: Path) -
     (folder / "figures").mkdir(parents=True)
     (folder / "figures" / "accuracy.png").write_bytes(b"png")
     (folder / "config.yaml").write_text("a: 1\n")
-    tracker = start(config(database, parent="0" * 32, tags={"team": "vision"}, system_metrics=True), folder)
+    tracker = start(config(database, parent="0" * 32, tags={"team": "vision", "a@b": "c"}, system_metrics=True), folder)
     tracker.artifact(folder / "config.yaml")
     tracker.artifact(folder / "figures")
     tracker.dataset({"name": "digits", "digest": "abc", "source": "data/digits", "rho": 10.0})
@@ -219,6 +302,7 @@ def test_everything_about_a_run_reaches_mlflow(database: Path, tmp_path: Path) -
     assert (tags["method"], tags["team"], tags["mlflow.parentRunId"]) == ("prototypical", "vision", "0" * 32)
     if (Path(__file__).parent.parent / ".git").exists():
         assert len(tags["mlflow.source.git.commit"]) == 40
+    assert tags["a_b"] == "c"  # MLflow would refuse the name, and with it the run
     assert run.data.params["method.name"] == "prototypical"
     assert {"acc_1_", "test/top1", "system/cpu_utilization_percentage"} <= set(run.data.metrics)
     assert next(iter(run.data.metrics)) == "test/top1"  # MLflow's compare page starts with the first
@@ -240,6 +324,8 @@ def test_an_artifact_that_cannot_be_stored_does_not_hold_up_the_metrics(database
     assert not tracker.finish("FINISHED")
     (run,) = runs_in(database)
     assert history(database, run.info.run_id, "test/top1") == [(1, 50.0)]
+    with pytest.raises(UserError, match="1 artifacts were not taken"):
+        tracking.replay(folder, f"sqlite:///{database}")
     blocked.unlink()
     assert tracking.replay(folder, f"sqlite:///{database}") == 1
     assert [item.path for item in client_of(database).list_artifacts(run.info.run_id)] == ["config.yaml"]
@@ -256,10 +342,32 @@ def test_an_artifact_that_cannot_be_stored_does_not_hold_up_the_metrics(database
         ("see https://tok@host/a and https://b:c@d", "see https://***@host/a and https://***@d"),
         ("sqlite:///runs/mlflow.db", "sqlite:///runs/mlflow.db"),
         ("mail me@example.org", "mail me@example.org"),
+        ("http://user:p@ss'w@mlflow/x", "http://***@mlflow/x"),
+        ("https://x.blob.core.windows.net/a?sv=1&sig=abc%3D", "https://x.blob.core.windows.net/a?sv=1&sig=***"),
+        ("https://host/a?access-key=abc", "https://host/a?access-key=***"),
     ],
 )
 def test_urls_lose_their_secrets(text: str, clean: str) -> None:
     assert redact(text) == clean
+
+
+@pytest.mark.parametrize(
+    ("uri", "kept"),
+    [
+        ("http://user:p%40ss@host:5000/mlflow", "http://host:5000/mlflow"),
+        ("postgresql://user:pass@host/mlflow", "postgresql://user:pass@host/mlflow"),  # the driver's only place
+    ],
+)
+def test_only_a_servers_credentials_move_into_the_environment(
+    uri: str, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pipeline import shipping
+
+    monkeypatch.delenv("MLFLOW_TRACKING_USERNAME", raising=False)
+    monkeypatch.delenv("MLFLOW_TRACKING_PASSWORD", raising=False)
+    assert shipping.without_credentials(uri) == kept
+    moved = os.environ.get("MLFLOW_TRACKING_USERNAME"), os.environ.get("MLFLOW_TRACKING_PASSWORD")
+    assert moved == (("user", "p@ss") if uri.startswith("http") else (None, None))
 
 
 def test_no_password_reaches_the_journal_or_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

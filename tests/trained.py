@@ -40,3 +40,12 @@ def command(module: str, *words: object, cwd: Path | None = None, ok: bool = Tru
     done = subprocess.run(line, capture_output=True, text=True, env=environment, cwd=cwd or ROOT)
     assert not ok or done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def train(shards: str, *words: str) -> None:
+    """Three short epochs of the Prototypical Classifier, the last two of them cleaning."""
+    command(
+        "pipeline.train", "--config", ROOT / "configs/digits.yaml", f"shards.url={shards}", "tracking.experiment=tests",
+        "train.epochs=3", "model.width=4", "method.warmup_steps=4", "method.cleaning_start=1",
+        "method.threshold=fixed", "method.threshold_start=0.12", "data.batch=128", *words,
+    )  # fmt: skip
