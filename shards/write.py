@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from itertools import islice
-from multiprocessing import forkserver, get_context, parent_process, resource_tracker
+from multiprocessing import active_children, forkserver, get_context, parent_process, resource_tracker
 from types import FrameType
 from typing import Any
 
@@ -194,8 +194,9 @@ def _earlier(store: Store, task: Task) -> Iterator[Callable[[int], tuple[bytes, 
 # survive a fork. That process imports what writers need once, however many there are.
 _processes = get_context("forkserver")
 _job: Job
-_counter: Any  # samples done by all writers
-_stop: Any  # an event: leave the rest
+# Shared by builder and writers: samples done, by place among the tasks in flight; last, whether to leave the rest.
+# Without locks: a writer that is killed would take them with it.
+_shared: Any
 
 
 class _NoPandas(MetaPathFinder):
@@ -217,64 +218,90 @@ def prepare() -> None:
     It and the writers are deaf to Ctrl-C from their first instruction: the builder hears it and tells them.
     """
     _processes.set_forkserver_preload(["shards.builder"])
+    with born_deaf():
+        forkserver.ensure_running()
+
+
+@contextmanager
+def born_deaf() -> Iterator[None]:
+    """Processes started in here do not hear Ctrl-C, from their first instruction on; whoever starts them does."""
     resource_tracker.ensure_running()  # first: starting it would unblock the signal again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        forkserver.ensure_running()
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start_worker(job: Job, counter: Any, stop: Any) -> None:
-    global _job, _counter, _stop
-    _job, _counter, _stop = job, counter, stop
+def _start_worker(job: Job, shared: Any) -> None:
+    global _job, _shared
+    _job, _shared = job, shared
     leave_out_pandas()
-    builder = parent_process()
+    end_with_parent()
 
-    def watch() -> None:  # a killed builder leaves no orphans behind
-        if builder is not None:
-            builder.join()
+
+def end_with_parent() -> None:
+    """In a process that was started: a killed builder leaves no orphans behind."""
+    parent = parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _count(samples: int) -> None:
-    if _stop.is_set():
-        raise KeyboardInterrupt
-    with _counter.get_lock():
-        _counter.value += samples
+def _work(task: Task, place: int) -> None:
+    def count(samples: int) -> None:
+        if _shared[-1]:
+            raise KeyboardInterrupt
+        _shared[place] += samples
 
-
-def _work(task: Task) -> None:
-    write_shard(task, _job, _count)
+    count(0)  # a task that was waiting when the others were stopped
+    write_shard(task, _job, count)
 
 
 @contextmanager
 def _ctrl_c_waits() -> Iterator[Callable[[], None]]:
-    """Ctrl-C waits until the yielded function is called: it would break the start of a writer. A second one does not."""
+    """Ctrl-C waits until the yielded function is called: it would break the start of a writer.
+
+    From then on the writers are being waited for, and one more Ctrl-C ends them where they are.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
-    asked = False
+    asked = heeded = False
+    others = set(active_children())
 
     def hold(number: int, frame: FrameType | None) -> None:
         nonlocal asked
         asked = True
-        signal.signal(signal.SIGINT, before)
+        if heeded:
+            for writer in set(active_children()) - others:
+                writer.kill()
 
-    def act() -> None:
-        nonlocal asked
-        if asked:
-            asked = False
+    def heed() -> None:
+        nonlocal asked, heeded
+        if not asked:
+            return
+        asked = False
+        signal.signal(signal.SIGINT, before)
+        try:
             signal.raise_signal(signal.SIGINT)
+        except BaseException:
+            heeded = True
+            raise
+        finally:
+            signal.signal(signal.SIGINT, hold)
 
     before = signal.signal(signal.SIGINT, hold)
     try:
-        yield act
+        yield heed
     finally:
         signal.signal(signal.SIGINT, before)
-        act()
+        if asked:
+            signal.raise_signal(signal.SIGINT)
 
 
 def write_all(tasks: Iterator[Task], job: Job, writers: int, step: Callable[[int], None]) -> None:
@@ -284,28 +311,28 @@ def write_all(tasks: Iterator[Task], job: Job, writers: int, step: Callable[[int
             write_shard(task, job, step)
         return
     prepare()
-    counter, stop = _processes.Value("q", 0), _processes.Event()
+    places = set(range(writers + 1))  # few tasks are in flight at a time: their keys are the memory of this loop
     seen = 0
-    with (
-        _ctrl_c_waits() as heed_ctrl_c,
-        ProcessPoolExecutor(writers, _processes, _start_worker, (job, counter, stop)) as pool,
-    ):
-        running: set[Future[None]] = set()
-        try:
-            while True:
-                # Few tasks are in flight at a time: their keys are the memory of this loop.
-                for task in islice(tasks, writers + 1 - len(running)):
-                    running.add(pool.submit(_work, task))
-                if not running:
-                    break
-                done, running = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
-                for future in done:
-                    future.result()
-                step(counter.value - seen)
-                seen = counter.value
-                heed_ctrl_c()
-        except BaseException:
-            stop.set()
-            # Waits for the writers: one that is still starting looks for the counter and the event by name.
-            pool.shutdown(cancel_futures=True)
-            raise
+    with _ctrl_c_waits() as heed_ctrl_c:
+        shared = _processes.RawArray("q", len(places) + 1)
+        with ProcessPoolExecutor(writers, _processes, _start_worker, (job, shared)) as pool:
+            running: dict[Future[None], int] = {}
+            try:
+                while True:
+                    for task in islice(tasks, len(places)):
+                        place = places.pop()
+                        running[pool.submit(_work, task, place)] = place
+                    if not running:
+                        break
+                    done, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        places.add(running.pop(future))
+                        future.result()
+                    step(sum(shared[:-1]) - seen)
+                    seen = sum(shared[:-1])
+                    heed_ctrl_c()
+            except BaseException:
+                shared[-1] = 1
+                # Waits for the writers: one that is still starting looks for the semaphores of the pool by name.
+                pool.shutdown(cancel_futures=True)
+                raise
