@@ -200,7 +200,7 @@ def _below(process: int) -> Iterator[int]:
 
 
 SLOW_START = """
-import sys, time
+import os, signal, sys, threading, time
 import numpy as np
 from shards.picture import Rules
 from shards.write import Job, Task, write_all
@@ -216,24 +216,30 @@ class Slow:
         time.sleep(2)
 
 def stop(samples):
-    raise KeyboardInterrupt
+    signal.raise_signal(signal.SIGINT)
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    again = threading.Timer(1.5, os.kill, [os.getpid(), signal.SIGINT])
+    if sys.argv[2] == "twice":
+        again.start()
     labels = np.zeros(4, np.int32)
     task = Task("train", 0, 0, "", np.arange(4), list("abcd"), labels, labels, labels > 0)
     job = Job(sys.argv[1], ["a"], Slow(), Rules(0, 0, False, 0, 0))
     try:
         write_all(iter([task, task]), job, 2, stop)
     except KeyboardInterrupt:
+        again.cancel()
         print("stopped")
 """
 
 
-def test_stopped_while_a_writer_is_starting(tmp_path: Path) -> None:
+@pytest.mark.parametrize("times", ["once", "twice"])
+def test_stopped_while_a_writer_is_starting(times: str, tmp_path: Path) -> None:
     """A writer looks for its semaphores while it starts; they must still be there."""
     script = tmp_path / "slow.py"
     script.write_text(SLOW_START)
-    command = [sys.executable, str(script), str(tmp_path / "out")]
+    command = [sys.executable, str(script), str(tmp_path / "out"), times]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": ROOT}, capture_output=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"stopped\n", b"")
 
