@@ -229,12 +229,32 @@ def write_tables(findings: Findings, split: Split, out: Path) -> None:
     pa.csv.write_csv(table.set_column(place, "neighbours", joined), out / "audit.csv")
 
 
+def corrected(findings: Findings, classes: int, how: str) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """(label, whether it stays) of every sample, and the classes that are left as they were given.
+
+    A class of which nothing would remain is one the model does not know: its labels are no worse than the
+    model's opinion of them, and shards cannot be built without it.
+    """
+    doubted, spared = findings.suspicious.copy(), set[int]()
+    while True:
+        keep = ~doubted if how == "drop" else np.ones(len(doubted), bool)
+        label = np.where(doubted, findings.suggested, findings.given)
+        left = np.bincount(label[keep], minlength=classes)
+        empty = set(np.flatnonzero((left == 0) & (np.bincount(findings.given, minlength=classes) > 0)).tolist())
+        if not empty:
+            return label, keep, sorted(spared)
+        spared |= empty
+        doubted &= ~np.isin(findings.given, list(empty))
+
+
 def apply(findings: Findings, opened: Opened, split: Split, test: Split | None, out: Path, how: str) -> str:
     """Write the corrected label list; returns the command that builds shards from it."""
     import csv
 
-    keep = np.ones(len(split), bool) if how == "relabel" else ~findings.suspicious
-    label = np.where(findings.suspicious, findings.suggested, findings.given)
+    label, keep, spared = corrected(findings, len(split.classes), how)
+    if spared:
+        names = ", ".join(split.classes[k] for k in spared[:10]) + (", ..." if len(spared) > 10 else "")
+        print(f"nothing would be left of {names}: labels given as such are kept as they are")
     config = opened.model.config.shards
     root = Path(config.root or (Path(config.path).parent if config.source == "list" else config.path or "."))
     by_path = bool(config.path) and all((root / key).is_file() for key in split.keys(range(min(50, len(split)))))
@@ -306,15 +326,13 @@ def report(findings: Findings, classes: list[str]) -> None:
 def keep(opened: Opened, uri: str, out: Path) -> None:
     """Store tables and page among the artifacts of the run."""
     from pipeline.runs import tracking_uri
-    from pipeline.shipping import connect
+    from pipeline.shipping import asking
 
     own = opened.model.config.tracking.uri
     uri = uri or (own if own and "***" not in own else tracking_uri())
-    if not opened.run_id:
-        raise UserError(f"{opened.name} does not say which MLflow run it belongs to. Give the run id as RUN.")
-    client, _ = connect(uri)
-    for name in ("audit.html", "audit.csv", "audit.parquet"):
-        client.log_artifact(opened.run_id, str(out / name), "audit")
+    with asking(uri) as client:
+        for name in ("audit.html", "audit.csv", "audit.parquet"):
+            client.log_artifact(opened.run_id, str(out / name), "audit")
     print(f"kept with MLflow run {opened.run_id}")
 
 
@@ -348,9 +366,11 @@ def main(argv: list[str]) -> int:
     from pipeline.runs import open_run
 
     opened = open_run(options.run, options.uri, options.best, options.shards, own_labels=True)
+    if options.log and not opened.run_id:
+        raise UserError(f"--log: {opened.name} does not say which MLflow run it belongs to. Give the run id as RUN.")
     split = opened.split("train", options.shards)
-    out = options.out or (Path(options.run) if Path(options.run).is_dir() else Path()) / "audit"
-    out.mkdir(parents=True, exist_ok=True)
+    inside = Path(options.run) if (Path(options.run) / "checkpoints").is_dir() else Path()
+    out = settings.output_folder(options.out or inside / "audit")
     findings = examine(opened, split, options.threshold)
     write_tables(findings, split, out)
     write_page(findings, split, opened.name, out / "audit.html", options.per_class)

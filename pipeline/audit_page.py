@@ -126,7 +126,8 @@ def _card(row: int, key: str, findings: Findings, split: Split, classes: list[st
     lines = [arrow, f"given {findings.score[row]:.2f}, suggested {findings.suggested_score[row]:.2f}"]
     if findings.weight is not None:
         lines.append(f"weight {findings.weight[row]:.2f}")
-    lines.append(f"flagged in {findings.epochs_flagged[row]} epochs")
+    epochs = int(findings.epochs_flagged[row])
+    lines.append(f"flagged in {epochs} epoch{'s' if epochs != 1 else ''}")
     if findings.true[row] >= 0:
         lines.append(f"true: {escape(classes[findings.true[row]])}")
     attributes = (

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shards.settings import UserError, run
+from shards.settings import EXIT_USER_ERROR, UserError, output_folder, run
 
 if TYPE_CHECKING:
     from pipeline.evaluation import Evaluation
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 def judge(opened: Opened, shards: str, name: str, world: World) -> Evaluation:
     """The model on one split; true labels where they are known. Called by all ranks."""
-    import numpy as np
-
     from pipeline.data.loader import open_loader
     from pipeline.evaluation import evaluate
     from pipeline.pulse import Pulse
@@ -31,8 +29,7 @@ def judge(opened: Opened, shards: str, name: str, world: World) -> Evaluation:
     model = opened.model
     loader = open_loader(split, model.config.data, model.config.seed, world)
     labels = split.true if (split.true >= 0).any() else split.given
-    train = split.manifest.splits.get("train", split.info)  # classes are many, medium or few by the training set
-    counts = np.asarray(train.clean_counts, np.int64)
+    counts = model.clean_counts  # a class is many, medium or few by what the model was trained on
     return evaluate(model.method, loader.survey(), labels, counts, world, Pulse(world), model.autocast)
 
 
@@ -51,16 +48,23 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, help="folder for evaluation.json and per-class tables")
     options = parser.parse_args(argv)
     from pipeline import world as ranks
-    from pipeline.runs import open_run
+    from pipeline.runs import open_run, where
     from shards.reader import read_manifest
 
     world = ranks.start()
     try:
+        if options.out and world.leads:
+            output_folder(options.out)
         opened = open_run(options.run, options.uri, options.best)
-        names = options.split or [n for n in read_manifest(options.shards or opened.shards).splits if n != "train"]
+        place = where(opened.name, options.shards, opened.shards)
+        names = options.split or [name for name in read_manifest(place).splits if name != "train"]
         if not names:
-            raise UserError(f"{options.shards or opened.shards} has no split but train. Name it with --split train.")
-        results = {name: judge(opened, options.shards, name, world) for name in names}
+            raise UserError(f"{place} has no split but train. Name it with --split train.")
+        results = {name: judge(opened, place, name, world) for name in names}
+    except UserError:
+        if world.leads:
+            raise
+        return EXIT_USER_ERROR  # told once, by the lead
     finally:
         ranks.stop()
     if world.leads:
@@ -91,7 +95,6 @@ def _print(name: str, opened: Opened, result: Evaluation) -> None:
 
 
 def _write(out: Path, opened: Opened, results: dict[str, Evaluation]) -> None:
-    out.mkdir(parents=True, exist_ok=True)
     facts = {"run": opened.name, "metrics": {name: result.metrics for name, result in results.items()}}
     (out / "evaluation.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     for name, result in results.items():

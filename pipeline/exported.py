@@ -51,8 +51,9 @@ class Prediction:
 class Model:
     """A method with its weights, ready to judge pictures."""
 
-    def __init__(self, config: Config, classes: Sequence[str], method: Method) -> None:
+    def __init__(self, config: Config, classes: Sequence[str], clean_counts: Sequence[int], method: Method) -> None:
         self.config, self.classes, self.method = config, list(classes), method.eval()
+        self.clean_counts = np.asarray(clean_counts, np.int64)  # of the training set: many, medium, few
         self.views = Views(config.data)
         self.device = method.world.device
         self.autocast = autocast_for(config.train.precision, self.device)
@@ -104,7 +105,9 @@ class Model:
 # -- plain files -----------------------------------------------------------------------------------
 
 
-def export_model(method: Method, config: Config, classes: Sequence[str], folder: Path) -> Path:
+def export_model(
+    method: Method, config: Config, classes: Sequence[str], clean_counts: Sequence[int], folder: Path
+) -> Path:
     """Write the model into `folder`; what the method remembers of single training samples stays out if it
     is large.
     """
@@ -124,6 +127,7 @@ def export_model(method: Method, config: Config, classes: Sequence[str], folder:
         "config": redact_all(config.model_dump(mode="json")),
         "classes": list(classes),
         "given_counts": method.data.counts.tolist(),
+        "clean_counts": [int(count) for count in clean_counts],
         "left_out": sorted(by_sample),
     }
     (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
@@ -140,8 +144,8 @@ def load_exported(folder: Path, device: torch.device | None = None) -> Model:
         raise UserError(f"{folder} does not hold an exported model ({error}). Give a run's model folder.") from None
     if facts.get("format") != FORMAT:
         raise UserError(f"{folder} was exported in format {facts.get('format')}; this version reads {FORMAT}.")
-    given = stand_in(facts["given_counts"])
-    return restore(facts["config"], facts["classes"], given, tensors, device, set(facts["left_out"]))
+    given, counts = stand_in(facts["given_counts"]), facts.get("clean_counts", facts["given_counts"])
+    return restore(facts["config"], facts["classes"], given, counts, tensors, device, set(facts["left_out"]))
 
 
 def stand_in(given_counts: Sequence[int]) -> np.ndarray:
@@ -153,6 +157,7 @@ def restore(
     config_tree: dict[str, Any],
     classes: Sequence[str],
     given: np.ndarray,
+    clean_counts: Sequence[int],
     tensors: dict[str, Tensor],
     device: torch.device | None = None,
     left_out: set[str] | None = None,
@@ -169,7 +174,7 @@ def restore(
     wrong = [*result.unexpected_keys, *(set(result.missing_keys) - (left_out or set()))]
     if wrong:
         raise UserError(f"The weights do not fit {config.method.name}: {', '.join(sorted(wrong)[:5])}.")
-    return Model(config, classes, method.to(world.device))
+    return Model(config, classes, clean_counts, method.to(world.device))
 
 
 # -- MLflow ------------------------------------------------------------------------------------------

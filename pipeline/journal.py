@@ -31,6 +31,15 @@ def redact(text: str) -> str:
     return _SECRET_ARGUMENT.sub(r"\g<name>***", _CREDENTIALS.sub(r"\g<scheme>***@", text))
 
 
+def brief(error: BaseException) -> str:
+    """What an error says, in one line without secrets; a server that is not there needs no stack of libraries."""
+    text = next(iter(redact(str(error)).strip().splitlines()), type(error).__name__)
+    if "Max retries exceeded" in text:
+        reason = re.search(r"\[Errno -?\d+\] ([\w ]+)", text)
+        return "no answer" + (f" ({reason[1]})" if reason else "")
+    return text[:300].rstrip(". ")
+
+
 def redact_all(value: Any) -> Any:
     """`redact` for every text inside lists and mappings."""
     if isinstance(value, str):

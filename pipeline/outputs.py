@@ -14,7 +14,7 @@ from pipeline.evaluation import Evaluation, evaluate
 from pipeline.journal import redact
 from pipeline.log import log
 from pipeline.trainer import Trainer, last_mean
-from shards.settings import UserError, to_yaml
+from shards.settings import output_folder, to_yaml
 
 EMBEDDED = 1000  # test pictures on the embedding map
 
@@ -35,12 +35,7 @@ def default_folder(config: Config) -> str:
 
 
 def make_folder(config: Config) -> Path:
-    folder = Path(config.output)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"output: cannot write to {folder} ({error.strerror}). Choose another folder.") from None
-    return folder
+    return output_folder(Path(config.output))
 
 
 def write_config(config: Config, folder: Path) -> None:
@@ -115,9 +110,8 @@ def finish(config: Config, trainer: Trainer, folder: Path) -> dict[str, Any] | N
     if config.tracking.log_model:
         from pipeline.exported import export_model
 
-        tracker.model(
-            export_model(trainer.method, config, split.classes, folder / "model"), config.tracking.register_as
-        )
+        exported = export_model(trainer.method, config, split.classes, split.clean_counts.tolist(), folder / "model")
+        tracker.model(exported, config.tracking.register_as)
     return summary
 
 

@@ -36,10 +36,8 @@ def find_pictures(names: Iterable[str], stdin: IO[str]) -> Iterator[Path]:
         path = Path(name)
         if path.is_dir():
             yield from (p for p in sorted(path.rglob("*")) if p.suffix.lower() in SUFFIXES and p.is_file())
-        elif path.exists():
-            yield path
         else:
-            raise UserError(f"There is no file {name}. Give picture files, folders, or - for a list on standard input.")
+            yield path
 
 
 def _read(path: Path) -> tuple[bytes, str]:
@@ -79,15 +77,20 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--uri", default="", help="MLflow tracking URI, for run ids and MLflow models")
     parser.add_argument("--out", type=Path, help="file for the answers instead of standard output")
     options = parser.parse_args(argv)
+    missing = [name for name in options.pictures if name != "-" and not Path(name).exists()]
+    if missing:  # told before torch is loaded, and before the first answer
+        raise UserError(
+            f"There is no file {missing[0]}. Give picture files, folders, or - for a list on standard input."
+        )
     paths = find_pictures(options.pictures, sys.stdin)
-    first = next(paths, None)  # a wrong path is told before torch is loaded
+    first = next(paths, None)
     if first is None:
         raise UserError("There is no picture (.jpg, .png, .webp) in what was given.")
     from pipeline.runs import open_run
 
     model = open_run(options.run, options.uri, options.best).model
     done = skipped = 0
-    with options.out.open("w", encoding="utf-8") if options.out else nullcontext(sys.stdout) as file:
+    with _open(options.out) if options.out else nullcontext(sys.stdout) as file:
         for path, answer, problem in answers(model, chain([first], paths)):
             if answer.scores is None:
                 print(f"skipped {path}: {problem}", file=sys.stderr)
@@ -98,6 +101,14 @@ def main(argv: list[str]) -> int:
     if skipped:
         print(f"{done} answered, {skipped} skipped.", file=sys.stderr)
     return 0 if done else 1
+
+
+def _open(path: Path) -> IO[str]:
+    settings.output_folder(path.parent)
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out: {path} cannot be written ({error.strerror}). Choose another file.") from None
 
 
 def _line(path: Path, answer: Prediction, classes: list[str], top: int, as_json: bool) -> str:

@@ -64,11 +64,7 @@ class Result:
     @cached_property
     def settings(self) -> dict[str, str]:
         """The params that make a difference to the result."""
-        return {
-            k: v
-            for k, v in self.params.items()
-            if not any(k == i or (i[-1] == "." and k.startswith(i)) for i in INCIDENTAL)
-        }
+        return {key: value for key, value in self.params.items() if not _incidental(key)}
 
 
 def _incidental(key: str) -> bool:
@@ -84,15 +80,14 @@ def _number(text: str | None, default: float) -> float:
 
 def read_runs(uri: str, experiments: Sequence[str]) -> list[Result]:
     """All runs of the experiments (all experiments if none is named), oldest first."""
-    from mlflow.entities import Experiment
+    from pipeline.shipping import asking
 
-    from pipeline.shipping import connect, sqlite_path
+    with asking(uri) as client:
+        return _read_runs(client, uri, experiments)
 
-    database = sqlite_path(uri)
-    if database is not None and not database.is_file():
-        raise UserError(f"There is no MLflow database {database}. Train something first, or give --uri.")
-    client, _ = connect(uri)
-    found: list[Experiment] = list(client.search_experiments())
+
+def _read_runs(client: Any, uri: str, experiments: Sequence[str]) -> list[Result]:
+    found: list[Any] = list(client.search_experiments())
     names = {experiment.name for experiment in found}
     for name in experiments:
         if name not in names:

@@ -6,17 +6,17 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from pipeline.checkpoint import Loaded, read_checkpoint
 from pipeline.exported import FACTS, Model, load_exported, restore, stand_in
-from pipeline.journal import redact
-from shards.settings import UserError
-
-if TYPE_CHECKING:
-    from shards.reader import Split
+from pipeline.journal import brief, redact
+from shards.config import BuildConfig
+from shards.reader import Split, open_split, read_manifest
+from shards.settings import UserError, validate
 
 DEFAULT_URI = "sqlite:///runs/mlflow.db"
 HELP = "output folder of a run, checkpoint (folder or URL), MLflow run id, or MLflow model (models:/NAME/1)"
@@ -35,13 +35,8 @@ class Opened:
 
     def split(self, name: str, url: str = "") -> Split:
         """A split of the run's own shards, or of those at `url`; its classes must be the model's."""
-        from shards.reader import open_split
-
-        data = self.model.config.data
-        place = url or self.shards
-        if not place:
-            raise UserError(f"{self.name} does not say where its shards are. Give them with --shards.")
-        split = open_split(place, name, data.cache)
+        place = where(self.name, url, self.shards)
+        split = open_split(place, name, self.model.config.data.cache)
         if list(split.classes) != self.model.classes:
             raise UserError(
                 f"{place} has other classes ({_few(split.classes)}) than {self.name} was trained for "
@@ -54,6 +49,17 @@ def _few(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f", ... {len(names)} in all" if len(names) > 4 else "")
 
 
+def where(run: str, url: str, own: str) -> str:
+    """Of the shards: what the command was told, else the run's own, which may be elsewhere now."""
+    if url:
+        return url
+    try:
+        read_manifest(own)
+    except UserError as error:
+        raise UserError(f"{error} {run} was trained on them; if they are elsewhere now, add --shards.") from None
+    return own
+
+
 def tracking_uri(uri: str = "") -> str:
     return uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
 
@@ -64,38 +70,39 @@ def open_run(run: str, uri: str = "", best: bool = False, shards: str = "", own_
     `own_labels`: what the method believes of single samples is wanted, so the training labels must be the
     real ones, from the run's shards or from `shards`.
     """
-    if run.startswith(("models:/", "runs:/")):
-        return _mlflow_model(run, tracking_uri(uri))
     if _RUN_ID.fullmatch(run) and not Path(run).exists():
         return _mlflow_run(run, tracking_uri(uri), best, shards, own_labels)
-    if (Path(run) / FACTS).is_file():
-        model = load_exported(Path(run), _device())
-        return Opened(run, model, shards=model.config.shards.place())
-    return _checkpoint(run, best, shards, own_labels)
+    single = run.startswith(("models:/", "runs:/")) or (Path(run) / FACTS).is_file()
+    if single and best:
+        raise UserError(f"--best chooses among checkpoints, and {run} is one model. Give the run's folder or id.")
+    if single:
+        return _exported(Path(run), run) if Path(run).is_dir() else _mlflow_model(run, tracking_uri(uri))
+    if "://" not in run and not Path(run).exists():
+        raise UserError(f"There is no run '{run}': it is no folder, no URL and no MLflow run id.")
+    return _checkpoint(run, read_checkpoint(run, best), shards, own_labels)
 
 
 def _device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _checkpoint(run: str, best: bool, shards: str, own_labels: bool) -> Opened:
-    from pipeline.checkpoint import read_checkpoint
-    from shards.config import BuildConfig
-    from shards.reader import open_split
-    from shards.settings import validate
+def _exported(folder: Path, name: str) -> Opened:
+    model = load_exported(folder, _device())
+    return Opened(name, model, shards=model.config.shards.place())
 
-    if "://" not in run and not Path(run).exists():
-        raise UserError(f"There is no run '{run}': it is no folder, no URL and no MLflow run id.")
-    loaded = read_checkpoint(run, best)
+
+def _checkpoint(run: str, loaded: Loaded, shards: str, own_labels: bool) -> Opened:
     tree: dict[str, Any] = loaded.tree
+    data = tree["data"]
     place = validate(BuildConfig, tree["config"]["shards"], "shards").place()
-    given: np.ndarray = stand_in(tree["data"]["given_counts"])
+    given: np.ndarray = stand_in(data["given_counts"])
     if own_labels:
-        split = open_split(shards or place)
-        if split.manifest.hash != tree["data"]["manifest"]:
+        split = open_split(where(run, shards, place))
+        if split.manifest.hash != data["manifest"]:
             raise UserError(f"{run} was trained on other shards than {shards or place}. Give its own by --shards.")
         given = split.given
-    model = restore(tree["config"], tree["data"]["classes"], given, tree["method"], _device())
+    counts = data.get("clean_counts", data["given_counts"])
+    model = restore(tree["config"], data["classes"], given, counts, tree["method"], _device())
     run_id = tree.get("tracking", {}).get("run_id") or ""
     return Opened(f"{run} ({loaded.name})", model, tree["position"], place, run_id)
 
@@ -105,36 +112,45 @@ def _mlflow_run(run_id: str, uri: str, best: bool, shards: str, own_labels: bool
     single sample but can still judge them all."""
     from mlflow import MlflowException
 
-    from pipeline.shipping import connect
+    from pipeline.shipping import JOB_TAG, asking
 
-    client, _ = connect(uri)
-    try:
-        run = client.get_run(run_id)
-    except MlflowException as error:
-        what = f"MLflow at {redact(uri)}: no run {run_id} ({error.error_code})"
-        raise UserError(f"{what}. Check the id and --uri.") from None
-    url, output = run.data.params.get("checkpoint.url", ""), run.data.params.get("output", "")
-    for place in filter(None, (url, output)):
-        if "://" in place or (Path(place) / "checkpoints").is_dir() or place == url:
-            return replace(_checkpoint(place, best, shards, own_labels), run_id=run_id)
-    return replace(_mlflow_model(f"runs:/{run_id}/model", uri), run_id=run_id)
+    with asking(uri) as client:
+        try:
+            run = client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            raise UserError(f"There is no run {run_id} at {redact(uri)}. Check the id and --uri.") from None
+    for key in ("checkpoint.url", "output"):
+        place = run.data.params.get(key, "")
+        try:
+            loaded = read_checkpoint(place, best) if place else None
+        except UserError:  # on another machine, or tidied away
+            continue
+        # The same path may hold another run's checkpoints here.
+        if loaded and loaded.tree.get("tracking", {}).get("job") == run.data.tags.get(JOB_TAG):
+            return replace(_checkpoint(place, loaded, shards, own_labels), run_id=run_id)
+    if best:
+        raise UserError(f"The checkpoints of run {run_id} are not here; without --best its final model is taken.")
+    return _mlflow_model(f"runs:/{run_id}/model", uri)
 
 
 def _mlflow_model(address: str, uri: str) -> Opened:
+    import tempfile
+
     import mlflow
-    from mlflow import MlflowException
 
-    from pipeline.shipping import connect
+    from pipeline.shipping import asking
 
-    _, clean = connect(uri)
-    mlflow.set_tracking_uri(clean)
-    try:
-        folder = Path(mlflow.artifacts.download_artifacts(address))
-    except (MlflowException, OSError) as error:
-        reason = redact(str(error)).splitlines()[0]
-        raise UserError(f"The model {address} cannot be fetched from {redact(uri)}: {reason}") from None
-    found = list(folder.rglob(FACTS))
-    if not found:
-        raise UserError(f"{address} is not a model of this project.")
-    model = load_exported(found[0].parent, _device())
-    return Opened(address, model, shards=model.config.shards.place())
+    with tempfile.TemporaryDirectory() as folder:
+        with asking(uri):
+            try:
+                mlflow.artifacts.download_artifacts(address, dst_path=folder)
+            except (mlflow.MlflowException, OSError) as error:
+                raise UserError(f"The model {address} cannot be fetched from {redact(uri)}: {brief(error)}.") from None
+        found = next(Path(folder).rglob(FACTS), None)
+        if found is None:
+            raise UserError(f"{address} is not a model of this project.")
+        about = next(Path(folder).rglob("MLmodel"), None)
+        run_id = mlflow.models.Model.load(str(about)).run_id if about else ""
+        return replace(_exported(found.parent, address), run_id=run_id or "")

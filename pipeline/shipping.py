@@ -31,6 +31,7 @@ os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 import mlflow
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+from sqlalchemy.exc import SQLAlchemyError
 
 from pipeline import journal
 from pipeline.journal import Record, read_cursor, write_cursor
@@ -53,6 +54,24 @@ def connect(uri: str) -> tuple[MlflowClient, str]:
         client = MlflowClient(tracking_uri=uri)
         client.search_experiments(max_results=1)
     return client, uri
+
+
+@contextlib.contextmanager
+def asking(uri: str) -> Iterator[MlflowClient]:
+    """A client for commands that look at runs: nothing is made, and a server that does not answer is told by a
+    sentence.
+    """
+    database = sqlite_path(uri)
+    if database is not None and not database.is_file():
+        raise UserError(f"There is no MLflow database {database}. Train something first, or give --uri.")
+    try:
+        client, clean = connect(uri)
+        mlflow.set_tracking_uri(clean)  # downloads look there, whatever the client was told
+        yield client
+    except (mlflow.MlflowException, SQLAlchemyError, OSError) as error:
+        raise UserError(
+            f"MLflow at {journal.redact(uri)}: {journal.brief(error)}. Check --uri and the server."
+        ) from error
 
 
 def without_credentials(uri: str) -> str:
@@ -213,7 +232,7 @@ class Shipper:
                 "MLflow: %s %s waits: %s",
                 record["kind"],
                 record.get("path", ""),
-                journal.redact(str(error))[:300],
+                journal.brief(error),
             )
             self.cursor["deferred"].append(record)
             self.shipped -= 1

@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from pipeline import journal
 from pipeline.config import TrackingConfig
-from pipeline.journal import Journal, Record, pending, redact, redact_all, rewind
+from pipeline.journal import Journal, Record, brief, pending, redact, redact_all, rewind
 from pipeline.palette import style
 from shards import settings
 from shards.settings import UserError
@@ -221,7 +221,7 @@ class Tracker(NullTracker):
                     self._trouble += 1
                     if self._trouble == 1:
                         log.warning("MLflow at %s: %s. Training goes on; the journal keeps everything.",
-                                    redact(self.config.uri), _brief(error))  # fmt: skip
+                                    redact(self.config.uri), brief(error))  # fmt: skip
                 if last:
                     return
                 pause = SHIP_SECONDS * (2**self._trouble if self._trouble < 6 else 64)
@@ -267,11 +267,6 @@ def _commit() -> dict[str, str]:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             known = subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()
     return {"mlflow.source.git.commit": known} if known else {}
-
-
-def _brief(error: BaseException) -> str:
-    lines = redact(str(error)).strip().splitlines()
-    return (lines[0][:300] if lines else type(error).__name__).rstrip(".")
 
 
 # -- one process ships a journal, the job itself or a replay ---------------------------------------
@@ -325,9 +320,7 @@ def replay(folder: Path, uri: str) -> int:
                 shipper = Shipper(uri, path)
                 shipper.ship(last=True)
             except Exception as error:
-                raise UserError(
-                    f"MLflow at {redact(uri)}: {_brief(error)}. {path} is kept; try again later."
-                ) from error
+                raise UserError(f"MLflow at {redact(uri)}: {brief(error)}. {path} is kept; try again later.") from error
             shipped += shipper.shipped
             left += pending(path)
     if left:

@@ -169,6 +169,15 @@ def flatten(tree: Tree, prefix: str = "") -> dict[str, Any]:
     return out
 
 
+def output_folder(path: Path) -> Path:
+    """The folder for a command's results, made if need be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{path} cannot be a folder for results ({error.strerror}). Choose another.") from None
+    return path
+
+
 def _sentence(schema: type[Settings], item: Any) -> str:
     kind = item["type"]
     place = [str(p) for p in item["loc"]]

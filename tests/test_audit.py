@@ -12,7 +12,7 @@ import pytest
 from mlflow_store import client_of
 from trained import Trained, command
 
-from pipeline.audit import Rate, _neighbours, examine, quality
+from pipeline.audit import Rate, _neighbours, corrected, examine, quality
 from pipeline.runs import open_run
 from shards.build import ensure
 from shards.config import BuildConfig
@@ -91,6 +91,19 @@ def test_the_corrected_labels_build_new_shards(trained: Trained, audited: tuple[
     assert len(open_split(str(tmp_path / "cleaned"), "test")) == len(open_split(trained.shards, "test"))
 
 
+@pytest.mark.parametrize("how", ["relabel", "drop"])
+def test_a_class_of_which_nothing_would_be_left_keeps_its_labels(trained: Trained, how: str) -> None:
+    opened = open_run(str(trained.folder / "model"))
+    found = examine(opened, opened.split("train", trained.shards))
+    found.suspicious = found.given != 0  # a model that knows two classes only
+    found.suggested = np.where(found.given == 3, 7, 0)
+    label, keep, spared = corrected(found, 10, how)
+    assert spared == list(range(1, 10))  # 7 too: it would have lived on what 3 keeps
+    left = np.bincount(label[keep], minlength=10)
+    assert (left > 0).all()
+    assert left.sum() == len(found.given)
+
+
 def test_a_model_without_beliefs_is_audited_by_its_answers_or_by_a_threshold(trained: Trained) -> None:
     opened = open_run(str(trained.folder / "model"))
     split = opened.split("train", trained.shards)
@@ -124,6 +137,20 @@ def test_the_interval_holds_the_share_and_narrows_with_more_samples() -> None:
 
 def test_neighbours_where_nothing_is_clean_are_none() -> None:
     assert _neighbours(np.eye(3, dtype=np.float32), np.ones(3, bool), np.zeros(3)) == [[], [], []]
+
+
+def test_a_checkpoint_is_not_written_into_and_log_without_a_run_is_told_at_once(
+    trained: Trained, tmp_path: Path
+) -> None:
+    newest = max((trained.folder / "checkpoints").iterdir())
+    before = sorted(newest.iterdir())
+    command("pipeline.audit", newest, "--shards", trained.shards, cwd=tmp_path)
+    assert sorted(newest.iterdir()) == before
+    assert (tmp_path / "audit" / "audit.html").is_file()
+    told = command("pipeline.audit", trained.folder / "model", "--log", "--out", tmp_path / "log", ok=False)
+    assert told.returncode == 2
+    assert "which MLflow run" in told.stderr
+    assert not (tmp_path / "log").exists()
 
 
 def test_shards_of_another_run_are_refused(trained: Trained, tmp_path: Path) -> None:

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mlflow_store import client_of
 from trained import ROOT, Trained, command
 
 from pipeline.runs import open_run
+from shards.build import ensure
+from shards.config import BuildConfig
 from shards.reader import open_split
 from shards.settings import UserError
 
@@ -77,10 +80,18 @@ def test_predict_streams_lines_and_reports_a_picture_that_cannot_be_read(trained
     assert "8 answered, 1 skipped" in done.stderr
 
 
-def test_predict_says_what_is_wrong_before_it_loads_anything() -> None:
-    done = command("pipeline.predict", "run", "nowhere.png", ok=False)
+def test_predict_says_what_is_wrong_before_it_loads_anything(pictures: Path) -> None:
+    done = command("pipeline.predict", "run", pictures / "0.png", "nowhere.png", ok=False)
     assert done.returncode == 2
     assert "There is no file nowhere.png" in done.stderr
+
+
+def test_answers_go_to_a_file_where_one_can_be(trained: Trained, pictures: Path, tmp_path: Path) -> None:
+    model = trained.folder / "model"
+    command("pipeline.predict", model, pictures / "0.png", "--out", tmp_path / "new" / "answers.tsv")
+    assert (tmp_path / "new" / "answers.tsv").read_text().startswith(str(pictures / "0.png"))
+    done = command("pipeline.predict", model, pictures / "0.png", "--out", tmp_path / "new", ok=False)
+    assert (done.returncode, "cannot be written" in done.stderr) == (2, True)
 
 
 def test_evaluate_gives_the_accuracy_the_run_ended_with(trained: Trained, tmp_path: Path) -> None:
@@ -100,6 +111,54 @@ def test_evaluate_on_two_ranks_says_what_one_says(trained: Trained, tmp_path: Pa
     assert two["metrics"]["test"] == pytest.approx(one["metrics"]["test"], rel=1e-5)
     classes = [(tmp_path / name / "classes-test.csv").read_bytes() for name in ("one", "two")]
     assert classes[0] == classes[1]
+
+
+def test_groups_are_those_of_the_models_own_training_set_on_any_shards(trained: Trained, tmp_path: Path) -> None:
+    """Here every class has more than 100 pictures."""
+    from pipeline.evaluate import judge
+    from pipeline.world import World
+
+    other = ensure(BuildConfig(rho=1, noise=0, output=str(tmp_path / "even")))
+    own = [trained.summary[group] for group in ("many", "medium", "few")]
+    for place in (trained.folder, trained.folder / "model"):
+        metrics = judge(open_run(str(place)), other, "test", World()).metrics
+        assert [metrics[f"test/{group}"] for group in ("many", "medium", "few")] == own
+
+
+def test_a_run_id_finds_its_own_checkpoints_and_never_those_of_another_run_at_the_same_path(
+    trained: Trained, database: Path, tmp_path: Path
+) -> None:
+    client = client_of(database)
+    experiment = client.create_experiment("other", (tmp_path / "artifacts").as_uri())
+    tags = {"evenhand.job": "another job"}
+    run_id = client.create_run(experiment, tags=tags).info.run_id
+    client.log_param(run_id, "output", str(trained.folder))
+    with pytest.raises(UserError, match=f"model runs:/{run_id}/model cannot be fetched"):
+        open_run(run_id, f"sqlite:///{database}")
+    with pytest.raises(UserError, match=r"checkpoints of run .* are not here"):
+        open_run(run_id, f"sqlite:///{database}", best=True)
+    opened = open_run(trained.run_id, trained.uri)
+    assert opened.position is not None
+    assert open_run("models:/digits/1", trained.uri).run_id == trained.run_id
+
+
+def test_a_server_that_is_not_there_is_told_and_no_database_is_made(trained: Trained, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"127.0.0.1:9: no answer \(Connection refused\)"):
+        open_run(trained.run_id, "http://127.0.0.1:9")
+    for run in (trained.run_id, "models:/digits/1"):
+        with pytest.raises(UserError, match="no MLflow database"):
+            open_run(run, f"sqlite:///{tmp_path / 'none.db'}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_model_has_no_best_checkpoint_and_moved_shards_are_asked_for(trained: Trained, tmp_path: Path) -> None:
+    for one in ("models:/digits/1", str(trained.folder / "model")):
+        with pytest.raises(UserError, match="--best chooses among checkpoints"):
+            open_run(one, trained.uri, best=True)
+    opened = open_run(str(trained.folder / "model"))
+    opened.shards = str(tmp_path / "gone")
+    with pytest.raises(UserError, match=r"no finished shards at .*; if they are elsewhere now, add --shards"):
+        opened.split("test")
 
 
 def test_a_run_that_is_nowhere_and_classes_that_do_not_fit_are_refused(trained: Trained, tmp_path: Path) -> None:

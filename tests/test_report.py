@@ -147,6 +147,11 @@ def test_wrong_names_are_answered_with_what_there_is(trained: Trained, tmp_path:
     with pytest.raises(UserError, match="no MLflow database"):
         report.write_report(f"sqlite:///{tmp_path / 'none.db'}", [], tmp_path)
     assert not (tmp_path / "none.db").exists()
+    with pytest.raises(UserError, match="no answer"):
+        report.write_report("http://127.0.0.1:9", [], tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be a folder"):
+        report.write_report(trained.uri, [], tmp_path / "file")
 
 
 def test_help_answers_without_mlflow_or_torch() -> None:
