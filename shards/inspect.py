@@ -31,7 +31,10 @@ TILE, CAPTION, GAP, LEFT = 88, 18, 10, 190
 class InspectConfig(Settings):
     url: str = Field(default="", description="the shards: a folder or URL (may be given without url=)")
     split: str = Field(default="train", description="the split on the contact sheet")
-    sheet: str = Field(default="contact_sheet.png", description="the contact sheet; empty: none")
+    sheet: str = Field(
+        default="contact_sheet.png",
+        description="the contact sheet, in the current folder unless a path is given; empty: none",
+    )
     rows: int = Field(default=12, ge=1, le=100, description="classes on the contact sheet, from large to small")
     columns: int = Field(default=10, ge=1, le=50, description="pictures of each class")
     seed: int = Field(default=0, ge=0, description="chooses the pictures")
@@ -127,7 +130,7 @@ def contact_sheet(split: Split, rows: int, columns: int, seed: int) -> Image.Ima
             true = int(split.true[index])
             colour = UNKNOWN if true < 0 else RIGHT if true == k else WRONG
             draw.rectangle((left - 3, top - 3, left + TILE + 2, top + TILE + 2), colour)
-            sheet.paste(_tile(bytes(split.read(int(index)))), (left, top))
+            sheet.paste(_tile(split.peek(int(index))), (left, top))
             name = "?" if true < 0 else split.classes[true]
             draw.text((left, top + TILE + 4), _fit(name, small, TILE), colour, small)
     return sheet
@@ -157,17 +160,20 @@ def main(argv: list[str]) -> int:
         raise UserError("Which shards? Write: python -m shards.inspect URL")
     split = open_split(config.url, config.split, config.cache)
     show(config.url, split, Console())
-    if config.sheet:
-        if Path(config.sheet).suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
+    if config.sheet and not split.info.shards:
+        print("No contact sheet: there are FFCV files only.")
+    elif config.sheet:
+        place = Path(config.sheet).expanduser().absolute()
+        if place.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
             raise UserError(f"sheet={config.sheet}: give the contact sheet a name that ends in .png or .jpg.")
         sheet = contact_sheet(split, config.rows, config.columns, config.seed)
         try:
-            sheet.save(config.sheet)
+            sheet.save(place)
         except OSError as error:
             raise UserError(
                 f"sheet={config.sheet} cannot be written ({error.strerror}). Choose another place."
             ) from None
-        print(f"Contact sheet: {config.sheet}")
+        print(f"Contact sheet: {place}")
     return 0
 
 

@@ -102,7 +102,12 @@ class Split:
                 return memoryview(self._maps.get(shard) or self._map(shard))[offset:end]
             except NoRoom as error:
                 self._stream(shard, error)
-        return memoryview(self.store.read_range(self.info.shards[shard].name, offset, end))
+        return memoryview(self.peek(index))
+
+    def peek(self, index: int) -> bytes:
+        """The same without its shard: for a few pictures among many, nothing large is fetched and nothing hashed."""
+        offset = int(self._offset[index])
+        return self.store.read_range(self._tar(int(self._shard[index])).name, offset, offset + int(self._size[index]))
 
     def will_need(self, shards: Iterable[int]) -> None:
         """Remote shards in the order they will be used; they are fetched ahead."""
@@ -213,16 +218,16 @@ class Split:
         with self._lock:
             if number in self._maps:
                 return self._maps[number]
-            if not self.info.shards:
-                raise UserError(
-                    f"{self.store} holds FFCV files only; build with format=tar or format=both to read tars."
-                )
-            shard = self.info.shards[number]
-            view = self._open(shard)
+            view = self._open(self._tar(number))
             self._maps[number] = view
             if self.store.root is None:
                 self._forget_maps()
             return view
+
+    def _tar(self, number: int) -> ShardInfo:
+        if not self.info.shards:
+            raise UserError(f"{self.store} holds FFCV files only; build with format=tar or format=both to read tars.")
+        return self.info.shards[number]
 
     def _stream(self, shard: int, why: NoRoom) -> None:
         """From now on picture by picture over the network: slow and without the shard's sha256, but it goes on."""

@@ -9,6 +9,7 @@ import mmap
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,13 @@ from pydantic import Field
 
 from shards import manifest
 from shards.bias import counts_of
-from shards.cache import Cache
 from shards.config import CacheConfig
 from shards.manifest import FileInfo, Manifest, ShardInfo, SplitInfo
 from shards.picture import EXTENSIONS
 from shards.progress import Progress
 from shards.reader import read_manifest
 from shards.settings import Settings, UserError, load, run
-from shards.storage import Store, redact, store_at
+from shards.storage import Store, patiently, redact, store_at
 from shards.tar import BLOCK, header
 
 ABOUT = "Check finished shards: hashes, counts, indices and, if asked, that every picture can be decoded."
@@ -40,7 +40,7 @@ class VerifyConfig(Settings):
     url: str = Field(default="", description="the shards: a folder or URL (may be given without url=)")
     decode: bool = Field(default=False, description="decode every picture")
     max_pixels: int = Field(default=100_000_000, ge=1, description="larger pictures count as wrong")
-    cache: CacheConfig = Field(default_factory=CacheConfig, description="copies of remote shards")
+    cache: CacheConfig = Field(default_factory=CacheConfig, description="copies of remote shards, one at a time")
 
 
 def with_url(argv: list[str], schema: type[Settings]) -> list[str]:
@@ -63,17 +63,12 @@ def verify(config: VerifyConfig, tell: Tell) -> int:
 
     listed = {manifest.FILE, "build.json", *(file.name for file in files(about))}
     there = store.sizes() or {name: size for name in listed if (size := store.size(name)) is not None}
-    # The store itself is judged, not what somebody fetched from it earlier.
-    if config.cache.folder:
-        Path(config.cache.folder).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=config.cache.folder or None) as folder:
-        cache = Cache(store, config.cache.model_copy(update={"folder": folder}), verify=False)
-        for name, info in about.splits.items():
-            for file in filter(None, (info.table, info.beton)):
-                _file(file, there, cache, store, wrong)
-            _SplitCheck(name, info, about, there, cache, store, config, wrong).check()
-        if about.rejected.table:
-            _file(about.rejected.table, there, cache, store, wrong)
+    files_there = _Files(store, there, config.cache, wrong)
+    for name, info in about.splits.items():
+        _SplitCheck(name, info, about, files_there, config, wrong).check()
+    if about.rejected.table:
+        with files_there.opened(about.rejected.table):
+            pass
     for name in sorted(set(there) - listed):
         wrong(f"{name}: is not listed in the manifest")
     return problems
@@ -88,21 +83,50 @@ def files(about: Manifest) -> Iterator[FileInfo]:
         yield about.rejected.table
 
 
-def _file(file: FileInfo, there: dict[str, int], cache: Cache, store: Store, wrong: Tell) -> Path | None:
-    """Presence, size and sha256; the local path if the file is there at all."""
-    size = there.get(file.name)
-    if size is None:
-        wrong(f"{file.name}: is missing")
-        return None
-    if size != file.bytes:
-        wrong(f"{file.name}: has {size} bytes instead of {file.bytes}")
-        if store.root is None:
-            return None
-    path = cache.local(file)
-    with open(path, "rb") as handle:
-        if hashlib.file_digest(handle, "sha256").hexdigest() != file.sha256:
-            wrong(f"{file.name}: sha256 is not that of the manifest")
-    return path
+class _Files:
+    """The files of a store, one at a time. The store itself is judged, not what somebody fetched from it earlier."""
+
+    def __init__(self, store: Store, there: dict[str, int], config: CacheConfig, wrong: Tell) -> None:
+        self.store, self.there, self.config, self.wrong = store, there, config, wrong
+
+    @contextmanager
+    def opened(self, file: FileInfo) -> Iterator[Path | None]:
+        """Tells of presence, size and sha256; gives a local path if the file is there at all."""
+        size = self.there.get(file.name)
+        if size is None:
+            self.wrong(f"{file.name}: is missing")
+            yield None
+            return
+        if size != file.bytes:
+            self.wrong(f"{file.name}: has {size} bytes instead of {file.bytes}")
+        with self._copy(file.name, size) as path:
+            with open(path, "rb") as handle:
+                if hashlib.file_digest(handle, "sha256").hexdigest() != file.sha256:
+                    self.wrong(f"{file.name}: sha256 is not that of the manifest")
+            yield path
+
+    @contextmanager
+    def _copy(self, name: str, size: int) -> Iterator[Path]:
+        if self.store.root is not None:
+            yield self.store.root / name
+            return
+        parent = self.config.folder or tempfile.gettempdir()
+        with ExitStack() as stack:
+            try:
+                Path(parent).mkdir(parents=True, exist_ok=True)
+                path = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=parent))) / name
+                patiently(lambda: self._fetch(name, size, path), redact(self.store.at(name)), self.config.deadline)
+            except OSError as error:
+                raise UserError(
+                    f"No copy of {redact(self.store.at(name))} can be kept in {parent} ({error.strerror or error}). "
+                    "Make room there, or set cache.folder."
+                ) from None
+            yield path
+
+    def _fetch(self, name: str, size: int, path: Path) -> None:
+        self.store.fetch(name, path)
+        if path.stat().st_size != size:
+            raise OSError(f"{path.stat().st_size} of {size} bytes arrived")
 
 
 class _SplitCheck:
@@ -113,37 +137,37 @@ class _SplitCheck:
         name: str,
         info: SplitInfo,
         about: Manifest,
-        there: dict[str, int],
-        cache: Cache,
-        store: Store,
+        there: _Files,
         config: VerifyConfig,
         wrong: Tell,
     ) -> None:
         self.name, self.info, self.about, self.config = name, info, about, config
-        self.there, self.cache, self.store, self.wrong = there, cache, store, wrong
+        self.there, self.wrong = there, wrong
         self.names = dict(enumerate(about.classes))
 
     def check(self) -> None:
-        table = self._table()
+        if self.info.beton:
+            with self.there.opened(self.info.beton):
+                pass
+        with self.there.opened(self.info.table) as path:
+            table = self._table(path) if path else None
         if table is None:
             return
         start = 0
         with Progress(self.info.samples, "samples", lambda text: None) as progress:
             for number, shard in enumerate(self.info.shards):
                 rows = table.slice(start, shard.samples).to_pydict()
-                path = _file(shard, self.there, self.cache, self.store, self.wrong)
-                if path is not None and shard.bytes:
-                    self._shard(number, shard, start, rows, path)
+                with self.there.opened(shard) as path:
+                    if path is not None and shard.bytes:
+                        self._shard(number, shard, start, rows, path)
                 start += shard.samples
                 progress.step(shard.samples)
 
-    def _table(self) -> pa.Table | None:
+    def _table(self, path: Path) -> pa.Table | None:
         """The sample table, if it can be used; its own contradictions are told."""
         name, info, classes = self.info.table.name, self.info, len(self.about.classes)
-        if name not in self.there:
-            return None
         try:
-            table = pa.parquet.read_table(self.cache.local(info.table))
+            table = pa.parquet.read_table(path)
             if table.schema.names != manifest.TABLE.names:
                 raise pa.ArrowInvalid("other columns than expected")
         except (pa.ArrowException, OSError) as error:

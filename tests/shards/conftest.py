@@ -11,6 +11,12 @@ from shards.build import ensure
 from shards.config import BuildConfig
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a command writes to the current folder does not end in the checkout."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def build(tmp_path: Path) -> Build:
     """Build shards with these options; returns where they are. `said` collects what was logged."""

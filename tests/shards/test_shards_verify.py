@@ -141,6 +141,12 @@ def test_the_card_tells_classes_counts_noise_and_sizes(shards: Path, tmp_path: P
     assert "rejected: 1 (1 not a JPEG, PNG or WebP picture)" in text
 
 
+def test_the_contact_sheet_is_in_the_current_folder_and_said_to_be(shards: Path, tmp_path: Path, capsys) -> None:
+    assert inspect.main([str(shards)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"Contact sheet: {tmp_path / 'contact_sheet.png'}"
+    assert Image.open(tmp_path / "contact_sheet.png").size[0] > 1000
+
+
 def test_the_contact_sheet_shows_pictures_with_right_and_wrong_frames(shards: Path) -> None:
     split = open_split(str(shards))
     sheet = np.asarray(inspect.contact_sheet(split, rows=2, columns=5, seed=0))
