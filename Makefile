@@ -9,7 +9,7 @@ SEED ?= 0
 RUN := OMP_NUM_THREADS=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 $(BIN)/torchrun --nproc_per_node=$(RANKS) --standalone --local-addr=127.0.0.1
 INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint format setup setup-test headers drill clean help
+.PHONY: demo test lint format setup setup-test ffcv drill clean help
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -27,17 +27,16 @@ $(VENV)/ready: pyproject.toml constraints.txt
 setup-test: $(VENV)/ready-test
 $(VENV)/ready-test: $(VENV)/ready
 	@$(INSTALL) -e '.[deepspeed,s3,dev]'
-	@$(MAKE) --no-print-directory headers
 	@touch $@
 
 # FFCV compiles against OpenCV and libjpeg-turbo. On Debian as root they are installed; elsewhere we say what is missing.
-headers: $(VENV)/ready
+APT := DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300
+ffcv: $(VENV)/ready
 	@$(BIN)/python -c 'import ffcv' 2>/dev/null && exit 0; \
 	have() { pkg-config --exists opencv4 libturbojpeg; }; \
 	if ! have && command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
 	  echo "installing the headers FFCV compiles against"; \
-	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-	    libopencv-dev libturbojpeg0-dev pkg-config >/dev/null; \
+	  $(APT) update && $(APT) install -y --no-install-recommends libopencv-dev libturbojpeg0-dev pkg-config >/dev/null; \
 	fi; \
 	if have; then $(INSTALL) -e '.[ffcv]'; \
 	else echo "FFCV is left out: it needs the packages libopencv-dev, libturbojpeg0-dev and pkg-config. Its tests are skipped."; fi
@@ -51,7 +50,7 @@ demo: setup ## digits, rho=10, noise 0.5: cross-entropy against the Prototypical
 	@$(BIN)/python -m pipeline.report --uri sqlite:///$(DEMO)/mlflow.db --experiment demo --out $(DEMO)
 	@echo; echo "Compare the runs in the MLflow UI:  $(BIN)/mlflow ui --backend-store-uri sqlite:///$(DEMO)/mlflow.db   then open http://127.0.0.1:5000"
 
-test: setup-test ## the whole suite
+test: setup-test ffcv ## the whole suite
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile tests
 
 lint: setup-test ## lint, format and types
@@ -62,7 +61,7 @@ lint: setup-test ## lint, format and types
 format: setup-test ## put every file in form
 	@$(BIN)/ruff check --fix -q . ; $(BIN)/ruff format -q .
 
-drill: setup-test ## the long drills: random kills, every file event of a save
+drill: setup-test ffcv ## the long drills: random kills, every file event of a save
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests
 
 clean: ## remove what demo and tests made (not .venv)
