@@ -25,7 +25,10 @@ from statistics import mean, stdev
 from typing import Any, get_args
 
 from pipeline import config as configuration
+from pipeline import journal
 from pipeline.config import Config, TrackingConfig
+from pipeline.journal import redact
+from pipeline.tracking import JOURNAL, NullTracker, Status, Tracker
 from shards.settings import UserError, run
 
 COLUMNS = ("best", "last", "mean_last10", "many", "medium", "few", "clean_f1", "seconds")
@@ -40,12 +43,21 @@ def main(argv: list[str]) -> int:
         dict(zip([key for key, _ in varied], values)) for values in itertools.product(*(v for _, v in varied))
     ]
     jobs = {_name(words): words for words in combinations}
+    if len(jobs) < len(combinations):
+        raise UserError("--vary names the same run twice. Give every value once.")
+    if options.jobs < 1:
+        raise UserError(f"--jobs {options.jobs}: at least one run at a time.")
     settings = {name: _words(options, words, out / name) for name, words in jobs.items()}
     configs = {name: configuration.load(words) for name, words in settings.items()}  # all mistakes before any work
     out.mkdir(parents=True, exist_ok=True)
     parent = _parent(next(iter(configs.values())), out, [key for key, _ in varied])
-    tags = [f"tracking.parent={parent}"] if parent else []
-    failed = _run_all({name: words + tags for name, words in settings.items()}, out, options.jobs)
+    status: Status = "KILLED"
+    try:
+        under = [f"tracking.tags.sweep={out.name}", *([f"tracking.parent={parent.run_id}"] if parent.run_id else [])]
+        failed = _run_all({name: words + under for name, words in settings.items()}, out, options.jobs)
+        status = "FAILED" if failed else "FINISHED"
+    finally:
+        parent.finish(status)
     rows = table(out, jobs, configs)
     _write(out, rows, argv)
     for name, why in failed.items():
@@ -96,19 +108,18 @@ def _words(options: argparse.Namespace, words: dict[str, str], folder: Path) -> 
     return [*file, *options.settings, *(f"{key}={value}" for key, value in words.items()), f"output={folder}"]
 
 
-def _parent(config: Config, out: Path, keys: list[str]) -> str | None:
-    """The MLflow run the children hang under; without a server they only share a tag."""
-    from pipeline.tracking import Tracker
-
+def _parent(config: Config, out: Path, keys: list[str]) -> NullTracker:
+    """The MLflow run the children hang under, the same when a sweep goes on; without a server they only share a tag."""
     if not config.tracking.uri:
-        return None
+        return NullTracker()
     quiet = TrackingConfig(**{**config.tracking.model_dump(), "system_metrics": False, "run_name": f"sweep {out.name}"})
-    tracker = Tracker(quiet, out, f"sweep {out.name}", {"varied": ", ".join(keys)}, {"sweep": out.name})
+    before = next((record for _, record in journal.read(out / JOURNAL)), None)
+    state = {"job": before["job"], "offset": (out / JOURNAL).stat().st_size} if before else None
+    tracker = Tracker(quiet, out, f"sweep {out.name}", {"varied": ", ".join(keys)}, {"sweep": out.name}, state)
     until = time.monotonic() + RUN_ID_SECONDS
     while tracker.run_id is None and time.monotonic() < until:
         time.sleep(0.1)
-    tracker.finish("FINISHED")
-    return tracker.run_id
+    return tracker
 
 
 def _run_all(settings: dict[str, list[str]], out: Path, jobs: int) -> dict[str, str]:
@@ -174,7 +185,7 @@ def _write(out: Path, rows: list[dict[str, Any]], argv: list[str]) -> None:
     import torch
 
     made = {
-        "command": f"python -m launch.sweep {shlex.join(argv)}",
+        "command": redact(f"python -m launch.sweep {shlex.join(argv)}"),
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -192,6 +203,10 @@ def _write(out: Path, rows: list[dict[str, Any]], argv: list[str]) -> None:
         "",
         "Mean ± standard deviation over seeds. clean_f1: F1 of finding the right labels; methods that select no samples have none.",
     ]
+    lines += ["", "Runs in MLflow:", ""]
+    for row in rows:
+        ids = ", ".join(run_id for run_id in row["runs"].values() if run_id)
+        lines.append(f"- {' '.join(str(row[key]) for key in keys)}: {ids or 'none'}")
     text = "\n".join(lines) + "\n"
     (out / "results.md").write_text(text)
     print(text)

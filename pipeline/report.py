@@ -139,6 +139,11 @@ def comparison(doc: Document, runs: Sequence[Result]) -> None:
             [about(row) for row in rows],
             left=6,
         )
+        repeated = [run.run_id for row in rows for run in row.repeated]
+        if repeated:
+            doc.text(
+                f"Of runs with the same seed and settings the newest counts. Left out: {', '.join(repeated)}.", "note"
+            )
         _pictures(doc, rows, f"compare{number}")
 
 

@@ -21,8 +21,12 @@ INCIDENTAL = (
     "train.stop_file", "train.deadline_minutes", "train.sample_log", "train.max_bad_steps", "data.threads",
     "data.ahead", "data.cache.", "data.loader", "table_cell", "shards.output",
     "shards.url", "shards.path", "shards.writers", "shards.max_rejected", "shards.download",
-    "shards.bias_seed", "engine", "deepspeed.", "method.name",
+    "engine", "deepspeed.", "method.name",
 )  # fmt: skip
+OWN_DATA = ("folder", "list")  # names of sources that say nothing of the pictures
+
+
+MANIFEST = "manifest"
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,12 @@ class Result:
 
     @property
     def dataset(self) -> str:
-        return self.tags.get("dataset") or self.params.get("shards.source", "?")
+        source = self.tags.get("dataset") or self.params.get("shards.source", "?")
+        return f"{source} {self.manifest}" if source in OWN_DATA else source
+
+    @property
+    def manifest(self) -> str:
+        return self.tags.get("manifest", "")[:8]
 
     @property
     def seed(self) -> str:
@@ -63,8 +72,9 @@ class Result:
 
     @cached_property
     def settings(self) -> dict[str, str]:
-        """The params that make a difference to the result."""
-        return {key: value for key, value in self.params.items() if not _incidental(key)}
+        """What makes a difference to the result. Two draws of the same bias are two sets of labels."""
+        known = {key: value for key, value in self.params.items() if not _incidental(key)}
+        return known | {MANIFEST: self.manifest}
 
 
 def _incidental(key: str) -> bool:
@@ -87,6 +97,8 @@ def read_runs(uri: str, experiments: Sequence[str]) -> list[Result]:
 
 
 def _read_runs(client: Any, uri: str, experiments: Sequence[str]) -> list[Result]:
+    from pipeline.shipping import JOB_TAG
+
     found: list[Any] = list(client.search_experiments())
     names = {experiment.name for experiment in found}
     for name in experiments:
@@ -99,7 +111,7 @@ def _read_runs(client: Any, uri: str, experiments: Sequence[str]) -> list[Result
     while True:
         page = client.search_runs(wanted, "", order_by=["attributes.start_time ASC"], page_token=token)
         for run in page:
-            if "mlflow.parentRunId" in run.data.tags or run.data.metrics:  # not the parent of a sweep
+            if {JOB_TAG, "method"} <= run.data.tags.keys():  # not the parent of a sweep, nor somebody else's run
                 out.append(_result(client, run))
         token = page.token
         if not token:
@@ -153,11 +165,12 @@ def mean_of(runs: Iterable[Result], metric: str) -> Mean | None:
 
 @dataclass(frozen=True)
 class Row:
-    """Runs that differ in nothing but the seed."""
+    """Runs that differ in nothing but the seed, one for each seed."""
 
     label: str
     method: str
     runs: tuple[Result, ...]
+    repeated: tuple[Result, ...] = ()  # older runs with a seed that was run again
 
 
 def compare(runs: Sequence[Result]) -> dict[tuple[str, float, float], list[Row]]:
@@ -175,8 +188,12 @@ def compare(runs: Sequence[Result]) -> dict[tuple[str, float, float], list[Row]]
             groups.setdefault((run.method, tuple(sorted(run.settings.items()))), []).append(run)
         for (method, settings), members in groups.items():
             others = [dict(s) for m, s in groups if m == method]
-            apart = [f"{k}={v}" for k, v in settings if any(other.get(k) != v for other in others)]
-            rows.append(Row(" ".join([method, *apart]), method, tuple(members)))
+            apart = {k: f"{k}={v}" for k, v in settings if any(other.get(k) != v for other in others)}
+            if len(apart) > 1:
+                apart.pop(MANIFEST, None)  # it follows from the rest
+            newest = {run.seed: run for run in members}  # the list is in order of time
+            repeated = tuple(run for run in members if run is not newest[run.seed])
+            rows.append(Row(" ".join([method, *apart.values()]), method, tuple(newest.values()), repeated))
     return out
 
 

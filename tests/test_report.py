@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from mlflow_store import client_of
 from trained import ROOT, Trained
 
 from pipeline import report, results
+from pipeline.config import TrackingConfig
 from pipeline.results import PAPER, Result, compare, mean_of, paper_tables
+from pipeline.tracking import Tracker, replay
 from shards.settings import UserError
 
 pytest_plugins = ["mlflow_fixtures"]
@@ -114,6 +117,29 @@ def test_runs_that_differ_in_more_than_the_seed_are_told_apart_by_what_differs()
     ]  # fmt: skip
 
 
+def test_different_data_is_never_averaged() -> None:
+    def on(ident: str, dataset: str, manifest: str) -> Result:
+        tags = {"dataset": dataset, "rho": "1", "noise": "0", "manifest": manifest * 8}
+        return Result(ident, "", "FINISHED", FULL | {"method.name": "ldam", "seed": ident}, {"final/last": 1.0}, tags)
+
+    found = compare([on("0", "folder", "a"), on("1", "folder", "b"), on("2", "cifar10", "c"), on("3", "cifar10", "d")])
+    assert {bias[0]: [row.label for row in rows] for bias, rows in found.items()} == {
+        "folder aaaaaaaa": ["ldam"],
+        "folder bbbbbbbb": ["ldam"],
+        "cifar10": ["ldam manifest=cccccccc", "ldam manifest=dddddddd"],  # another draw of the noise
+    }
+
+
+def test_a_seed_that_was_run_twice_counts_once_and_the_older_run_is_named(tmp_path: Path) -> None:
+    runs = [result("a", last=50.0), result("b", last=60.0), result("c", seed=1, last=70.0)]
+    (row,) = next(iter(compare(runs).values()))
+    assert [run.run_id for run in row.runs] == ["b", "c"]
+    assert [run.run_id for run in row.repeated] == ["a"]
+    doc = report.Document(tmp_path)
+    report.comparison(doc, runs)
+    assert "the newest counts. Left out: a." in "\n".join(doc.markdown)
+
+
 def test_an_unfinished_run_counts_in_no_number() -> None:
     running = Result("x", "n", "RUNNING", {}, {"final/last": 99.0}, {})
     assert compare([running]) == {}
@@ -139,6 +165,21 @@ def test_the_report_of_a_real_run_is_one_file_without_network_and_carries_its_ru
     assert all(
         (tmp_path / line.split("](")[1][:-1]).is_file() for line in markdown.splitlines() if line.startswith("![")
     )
+
+
+def test_runs_of_others_are_left_alone_and_one_that_never_came_to_an_epoch_is_listed(
+    database: Path, tmp_path: Path
+) -> None:
+    client = client_of(database)
+    client.log_metric(client.create_run("0", run_name="of others").info.run_id, "rmse", 1.0)
+    tracker = Tracker(TrackingConfig(uri="", system_metrics=False), tmp_path, "early", {}, {"method": "ldam"})
+    tracker.finish("FAILED")
+    replay(tmp_path, f"sqlite:///{database}")
+    report.write_report(f"sqlite:///{database}", [], tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert "| early | FAILED |" in text
+    assert "of others" not in text
+    assert "?" not in text.split("## The paper")[0]
 
 
 def test_wrong_names_are_answered_with_what_there_is(trained: Trained, tmp_path: Path) -> None:
