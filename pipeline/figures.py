@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,9 @@ from pipeline.palette import DASHES, MARKERS, PALETTE, style
 
 Data = dict[str, Any]
 GROUPS = ("many", "medium", "few")
+SCREEN, PRINT = 110, 200  # dots per inch
+MOST_BARS = 5  # runs that can stand side by side; more are points
+LONGEST = 60  # letters of a name
 
 
 @dataclass(frozen=True)
@@ -44,9 +48,7 @@ class Run:
 
 
 def write_figures(folder: str | Path, data: Data) -> list[Path]:
-    """Draw every picture the data allows into folder/figures; returns the files, data.json and
-    per_class.csv included.
-    """
+    """Draw every picture the data allows into folder/figures; returns the files, data.json included."""
     out = Path(folder) / "figures"
     out.mkdir(parents=True, exist_ok=True)
     run = Run(str(data.get("method", "")), str(data.get("method", "")), data)
@@ -54,20 +56,20 @@ def write_figures(folder: str | Path, data: Data) -> list[Path]:
     for name, draw in PICTURES.items():
         figure = draw([run])
         if figure is not None:
-            files.append(save(figure, out / f"{name}.png"))
+            files.append(save(figure, out / f"{name}.png", PRINT))
     for name, draw_one in SINGLE.items():
         figure = draw_one(data)
         if figure is not None:
-            files.append(save(figure, out / f"{name}.png"))
+            files.append(save(figure, out / f"{name}.png", PRINT))
     plain = {key: _plain(value) for key, value in data.items() if key != "embedding"}
     (out / "data.json").write_text(json.dumps(plain), encoding="utf-8")
     files.append(out / "data.json")
     return files
 
 
-def save(figure: Figure, path: Path) -> Path:
+def save(figure: Figure, path: Path, dpi: int = SCREEN) -> Path:
     FigureCanvasAgg(figure)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    figure.savefig(path, dpi=dpi, metadata={"Software": None})
     return path
 
 
@@ -94,16 +96,55 @@ def _new(width: float = 6.4, height: float = 3.8, columns: int = 1) -> tuple[Fig
     return figure, axes
 
 
+def looks(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Of every run: its method's own look; a second run of a method keeps the colour, with other dashes and marks."""
+    out: list[dict[str, Any]] = []
+    turns: Counter[str] = Counter()
+    for run in runs:
+        look, turn = style(run.method), turns[run.method]
+        dash, mark = DASHES.index(look["linestyle"]) + turn, MARKERS.index(look["marker"]) + turn
+        out.append(look | {"linestyle": DASHES[dash % len(DASHES)], "marker": MARKERS[mark % len(MARKERS)]})
+        turns[run.method] += 1
+    return out
+
+
+def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
+    """A few names inside the picture, more of them below it."""
+    entries: dict[str, Any] = {}
+    for ax in axes:
+        entries |= {name: handle for handle, name in zip(*ax.get_legend_handles_labels())}
+    names = [name if len(name) <= LONGEST else name[: LONGEST - 1] + "…" for name in entries]
+    longest = max(map(len, names))
+    if len(names) <= 4 and longest <= 24 and len(axes) == 1:
+        axes[0].legend(frameon=False, fontsize=8)
+        return
+    columns = min(len(names), 3 if longest <= 24 else 2 if longest <= 40 else 1)
+    figure.set_figheight(figure.get_figheight() + 0.2 * math.ceil(len(names) / columns))
+    figure.legend(entries.values(), names, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
+
+
 def series(data: Data, key: str) -> tuple[list[int], list[float]]:
     """(epochs, values) of a metric over the history."""
     points = [(h["epoch"], h["metrics"][key]) for h in data.get("history") or [] if key in h["metrics"]]
     return [epoch for epoch, _ in points], [value for _, value in points]
 
 
+def _numbered(number: int) -> dict[str, Any]:
+    """The look of a line that is no method."""
+    return {"color": PALETTE[number % 8], "linestyle": DASHES[number % 4], "marker": MARKERS[number % 8]}
+
+
 def _by_size(data: Data) -> np.ndarray:
     """Classes from the largest to the smallest."""
     counts = np.asarray(data["class_counts"]) if _has(data, "class_counts") else np.zeros(0)
     return np.argsort(-counts, kind="stable")
+
+
+def _label_epochs(ax: Axes, runs: Sequence[Run]) -> None:
+    """The whole training, also where a metric begins late."""
+    last = max(history[-1]["epoch"] for run in runs if (history := run.data.get("history")))
+    ax.set(xlabel="epoch", xlim=(0.5, last + max(0.5, last / 40)))
+    ax.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
 
 
 def _label_classes(ax: Axes, data: Data, classes: np.ndarray) -> None:
@@ -133,27 +174,19 @@ def _curves(runs: Sequence[Run], keys: dict[str, str], ylabel: str) -> Figure | 
         return None
     figure, axes = _new(3.6 * len(keys) if len(keys) > 1 else 6.4, 3.6 if len(keys) > 1 else 3.8, len(keys))
     for ax, (key, title) in zip(axes, keys.items()):
-        for run in runs:
+        for run, look in zip(runs, looks(runs)):
             epochs, values = series(run.data, key)
             if not epochs:
                 continue
             every = max(1, len(epochs) // 12)
-            ax.plot(
-                epochs,
-                values,
-                label=run.label,
-                markersize=4,
-                markevery=every,
-                linewidth=1.6,
-                **style(run.method),
-            )
-        ax.set(title=title, xlabel="epoch")
-        ax.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+            ax.plot(epochs, values, label=run.label, markersize=4, markevery=every, linewidth=1.6, **look)
+        ax.set(title=title)
+        _label_epochs(ax, runs)
         if key in ("clean/share", "clean/f1"):
             ax.set_ylim(-0.03, 1.03)
     axes[0].set_ylabel(ylabel)
     if len(runs) > 1:
-        axes[0].legend(frameon=False, fontsize=8)
+        _legend(figure, axes)
     return figure
 
 
@@ -178,11 +211,15 @@ def groups(runs: Sequence[Run]) -> Figure | None:
     panels = {title: rows for title, rows in panels.items() if any(_finite(row) for row in rows)}
     if not panels:
         return None
-    figure, axes = _new(3.8 * len(panels), 4.2, len(panels))
+    figure, axes = _new(7.6 if len(panels) > 1 else 6.4, 4.2, len(panels))
     for ax, (title, rows) in zip(axes, panels.items()):
         width = 0.8 / len(runs)
-        for place, (run, row) in enumerate(zip(runs, rows)):
+        for place, (run, row, own) in enumerate(zip(runs, rows, looks(runs))):
             values = _finite(row)
+            if len(runs) > MOST_BARS:
+                at = [GROUPS.index(g) for g in values]
+                ax.plot(at, list(values.values()), label=run.label, markersize=5, linewidth=1, **own)
+                continue
             at = [GROUPS.index(g) + (place - (len(runs) - 1) / 2) * width for g in values]
             look = {"color": style(run.method)["color"], "hatch": ["", "//", "..", "xx", "\\\\"][place % 5]}
             bars = ax.bar(at, list(values.values()), width * 0.92, label=run.label, edgecolor="white", **look)
@@ -191,13 +228,7 @@ def groups(runs: Sequence[Run]) -> Figure | None:
         ax.set_xticks(range(3), ["many\n(>100)", "medium\n(20-100)", "few\n(<20)"])
     axes[0].set_ylabel("percent")
     if len(runs) > 1:
-        figure.legend(
-            *axes[0].get_legend_handles_labels(),
-            loc="outside lower center",
-            ncols=3,
-            frameon=False,
-            fontsize=8,
-        )
+        _legend(figure, axes)
     return figure
 
 
@@ -221,20 +252,14 @@ def _per_head(runs: Sequence[Run], key: str, title: str, ylabel: str, uniform: b
     if not runs:
         return None
     figure, (ax,) = _new()
-    for run in runs:
+    for run, own in zip(runs, looks(runs)):
         heads = list(run.data[key].items())
         if len(runs) > 1:  # the head that counts, and the linear one to compare with
             heads = heads[:1] + [head for head in heads[1:] if head[0] == "linear"]
         for number, (head, values) in enumerate(heads):
-            look = style(run.method)
-            if len(runs) == 1:
-                look = {
-                    "color": PALETTE[number % 8],
-                    "marker": MARKERS[number % 8],
-                    "linestyle": DASHES[number % 4],
-                }
-            elif number:
-                look |= {"linestyle": ":", "alpha": 0.7}
+            look = own if len(runs) > 1 else _numbered(number)
+            if number and len(runs) > 1:
+                look = look | {"linestyle": ":", "alpha": 0.7}
             label = f"{head} head" if len(runs) == 1 else f"{run.label}, {head}"
             _class_line(ax, run.data, values, label=label, **look)
     data = runs[0].data
@@ -244,7 +269,7 @@ def _per_head(runs: Sequence[Run], key: str, title: str, ylabel: str, uniform: b
     _label_classes(ax, data, _by_size(data) if _has(data, "class_counts") else np.arange(classes))
     ax.set(title=title, ylabel=ylabel)
     ax.set_ylim(bottom=0)
-    ax.legend(frameon=False, fontsize=8)
+    _legend(figure, [ax])
     return figure
 
 
@@ -254,8 +279,7 @@ def class_size(runs: Sequence[Run]) -> Figure | None:
     if not runs:
         return None
     figure, (ax,) = _new()
-    for run in runs:
-        look = style(run.method)
+    for run, look in zip(runs, looks(runs)):
         counts, accuracy = (np.asarray(run.data[key], float) for key in ("class_counts", "per_class_accuracy"))
         accuracy = 100 * accuracy
         ax.scatter(counts, accuracy, s=26, color=look["color"], marker=look["marker"], label=run.label, alpha=0.8)
@@ -268,7 +292,7 @@ def class_size(runs: Sequence[Run]) -> Figure | None:
     ax.xaxis.set_major_formatter(ScalarFormatter())
     ax.xaxis.set_minor_formatter(NullFormatter())
     if len(runs) > 1:
-        ax.legend(frameon=False, fontsize=8)
+        _legend(figure, [ax])
     return figure
 
 
@@ -291,17 +315,13 @@ def losses(data: Data) -> Figure | None:
         return None
     figure, (ax,) = _new()
     for number, key in enumerate(keys):
-        look: Any = {
-            "color": PALETTE[number % 8],
-            "linestyle": DASHES[number % 4],
-            "marker": MARKERS[number % 8],
-        }
         epochs, values = series(data, key)
         every = max(1, len(epochs) // 12)
-        ax.plot(epochs, values, label=key.removeprefix("loss/"), markersize=4, markevery=every, **look)
-    ax.set(title="parts of the loss", xlabel="epoch", ylabel="mean over the epoch")
-    ax.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    ax.legend(frameon=False, fontsize=8)
+        name = key.removeprefix("loss/")
+        ax.plot(epochs, values, label=name, markersize=4, markevery=every, **_numbered(number))
+    ax.set(title="parts of the loss", ylabel="mean over the epoch")
+    _label_epochs(ax, [Run("", "", data)])
+    _legend(figure, [ax])
     return figure
 
 

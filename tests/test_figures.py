@@ -68,10 +68,46 @@ def test_a_run_without_anything_to_show_is_no_error(tmp_path: Path) -> None:
     assert [path.name for path in write_figures(tmp_path, {"method": "x"})] == ["data.json"]
 
 
+def test_the_axis_is_the_whole_training_in_whole_epochs_even_for_a_single_point() -> None:
+    late = data()
+    late["history"] = [{"epoch": e, "metrics": {"clean/f1": 0.5} if e == 9 else {}} for e in range(1, 10)]
+    once = {"history": [{"epoch": 1, "metrics": {"test/top1": 5.0, "loss/ce": 1.0}}]}
+    for figure, last in (
+        (figures.cleaning_curves([Run("a", "a", late)]), 9),
+        (figures.accuracy_curves([Run("a", "a", once)]), 1),
+        (figures.losses(once), 1),
+    ):
+        assert figure is not None
+        (ax,) = figure.axes
+        low, high = ax.get_xlim()
+        assert low <= 1 <= last <= high
+        shown = [tick for tick in ax.get_xticks() if low <= tick <= high]
+        assert shown
+        assert all(tick == round(tick) for tick in shown)
+
+
 def test_a_hundred_classes_and_several_runs_fit_into_one_picture() -> None:
     runs = [Run(name, name, data(100, name)) for name in ("prototypical", "cross_entropy", "dividemix")]
     for draw in figures.PICTURES.values():
         assert draw(runs) is not None
+
+
+def test_all_methods_at_once_are_named_below_the_picture_not_on_top_of_it() -> None:
+    runs = [Run(name, name, data(method=name)) for name in METHODS]
+    for draw in figures.PICTURES.values():
+        figure = draw(runs)
+        assert figure is not None
+        assert all(ax.get_legend() is None for ax in figure.axes)
+        (legend,) = figure.legends
+        assert len(legend.get_texts()) >= len(METHODS)
+
+
+def test_two_runs_of_a_method_share_its_colour_and_nothing_else() -> None:
+    names = ("prototypical", "prototypical", "ldam", "prototypical")
+    found = figures.looks([Run(f"{k}", name, {}) for k, name in enumerate(names)])
+    assert found[0] == style("prototypical")
+    assert len({look["color"] for look in found}) == 2
+    assert len({(look["linestyle"], look["marker"]) for look in found}) == 4
 
 
 def test_a_method_looks_the_same_everywhere_and_no_two_known_methods_look_alike() -> None:
