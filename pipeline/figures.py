@@ -217,7 +217,7 @@ def groups(runs: Sequence[Run]) -> Figure | None:
         for place, (run, row, own) in enumerate(zip(runs, rows, looks(runs))):
             values = _finite(row)
             if len(runs) > MOST_BARS:
-                at = [GROUPS.index(g) for g in values]
+                at = [float(GROUPS.index(g)) for g in values]
                 ax.plot(at, list(values.values()), label=run.label, markersize=5, linewidth=1, **own)
                 continue
             at = [GROUPS.index(g) + (place - (len(runs) - 1) / 2) * width for g in values]
