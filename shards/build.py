@@ -32,6 +32,8 @@ def ensure(config: BuildConfig, log: Log = print, rank: int = 0, world: int = 1)
         return store.url
     if _finished(store, config):
         return store.url
+    if store.url.startswith("http"):
+        raise UserError(f"Nothing can be written to {store}. Choose a folder or an object store as output.")
     if config.format != "tar":
         from shards.beton import require_ffcv
 

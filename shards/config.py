@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Literal
+import os
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from shards.settings import Settings
 
@@ -19,10 +20,18 @@ BIASED_BY_NATURE = ("webvision", "folder", "list")
 _NOT_CONTENT = {"url", "output", "writers", "max_rejected", "download"}
 
 
+def _local(path: str) -> str:
+    """Not every shell expands ~ behind `path=`, and some add a slash when they complete a folder."""
+    return os.path.expanduser(path.rstrip("/") or path)
+
+
+LocalPath = Annotated[str, AfterValidator(_local)]
+
+
 class CacheConfig(Settings):
     """The local copy of remote shards."""
 
-    folder: str = Field(default="", description="where copies are kept; empty: ~/.cache/evenhand/shards")
+    folder: LocalPath = Field(default="", description="where copies are kept; empty: ~/.cache/evenhand/shards")
     max_gb: float = Field(
         default=100.0, gt=0, description="bytes the cache may take, in GB; the oldest copies go first"
     )
@@ -36,8 +45,10 @@ class BuildConfig(Settings):
 
     url: str = Field(default="", description="finished shards to read (folder or URL); nothing is built then")
     source: SourceName = Field(default="digits", description="where pictures and labels come from")
-    path: str = Field(default="", description="the raw data: a folder, or the label list for source=list")
-    root: str = Field(default="", description="source=list: folder its paths start from; empty: the list's own folder")
+    path: LocalPath = Field(default="", description="the raw data: a folder, or the label list for source=list")
+    root: LocalPath = Field(
+        default="", description="source=list: folder its paths start from; empty: the list's own folder"
+    )
     output: str = Field(
         default="", description="folder or URL for the shards; empty: a name made of the options, below data/"
     )
@@ -49,10 +60,10 @@ class BuildConfig(Settings):
     classes: int = Field(
         default=0, ge=0, description="source=webvision: the first n classes (50: mini-WebVision); 0: all"
     )
-    imagenet: str = Field(
+    imagenet: LocalPath = Field(
         default="", description="source=webvision: ILSVRC-2012 validation folder; becomes split 'imagenet'"
     )
-    labels: str = Field(
+    labels: LocalPath = Field(
         default="",
         description="source=digits/cifar: CSV or Parquet with one noisy label per training picture",
     )
@@ -62,7 +73,7 @@ class BuildConfig(Settings):
     split_column: str = Field(
         default="split", description="lists: column saying train or test (or is_valid); may be absent"
     )
-    validation_path: str = Field(
+    validation_path: LocalPath = Field(
         default="", description="source=folder/list: second folder or list with the test pictures"
     )
     validation_fraction: float = Field(

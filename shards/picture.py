@@ -98,6 +98,7 @@ def _ordinary(data: bytes) -> bool:
 def _any_picture(data: bytes, rules: Rules) -> tuple[bytes, str]:
     try:
         with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of corrupt EXIF and the like: in the web's pictures there is no end to it
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(io.BytesIO(data), formats=tuple(FORMATS)) as image:
                 return _careful(image, data, rules)

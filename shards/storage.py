@@ -271,12 +271,18 @@ class RemoteStore(Store):
         self.fs.get_file(self.at(name), str(local))
 
     def remove(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self.fs.rm_file(self.at(name))
+        def attempt() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self.fs.rm_file(self.at(name))
+
+        self._patiently(attempt, name)
 
     def remove_folder(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self.fs.rm(self.at(name), recursive=True)
+        def attempt() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self.fs.rm(self.at(name), recursive=True)
+
+        self._patiently(attempt, name)
 
 
 def store_at(url: str) -> Store:
@@ -285,7 +291,7 @@ def store_at(url: str) -> Store:
     if scheme and scheme not in SCHEMES:
         known = ", ".join(SCHEMES)
         raise UserError(f"'{redact(url)}': shards are not read from {scheme}:// URLs. Known: {known}.")
-    if not scheme and re.match(r"[a-z]+:", url):
+    if not scheme and re.match(r"[a-z][a-z0-9]*:", url):
         raise UserError(f"'{redact(url)}' is neither a folder nor a URL. Write a path, or s3://bucket/folder.")
     if scheme and "@" in urlsplit(url).netloc:
         raise UserError(f"{redact(url)} carries a password. Give credentials by environment variables instead.")

@@ -244,6 +244,7 @@ class _SplitCheck:
         content = data[sample["offset"] : sample["offset"] + sample["size"]]
         try:
             with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
                 with Image.open(io.BytesIO(content), formats=("JPEG", "PNG", "WEBP")) as image:
                     if image.size[0] * image.size[1] > self.config.max_pixels:

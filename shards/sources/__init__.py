@@ -83,4 +83,10 @@ def collect(config: BuildConfig, log: Log) -> Collection:
         raise UserError(
             f"{len(empty)} of {classes} classes have no training picture: {names}. Add pictures, or take the class out."
         )
+    for split, rows in found.splits.items():
+        if not len(rows):
+            raise UserError(
+                f"No picture of {config.path or config.source} is for the split '{split}'. Add some; to hold out a "
+                "part, a class with two pictures is needed."
+            )
     return found

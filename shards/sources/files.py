@@ -87,29 +87,38 @@ def walk(root: Path, below: str = "") -> Found:
     return found
 
 
-def _walk(root: str, below: str, found: Found, seen: set[str]) -> None:
+def entries_of(folder: str) -> list[os.DirEntry[str]]:
+    """What a folder holds, except what is hidden."""
     try:
-        scanned = os.scandir(os.path.join(root, below))
+        with os.scandir(folder) as entries:
+            return [entry for entry in entries if not entry.name.startswith(".")]
     except PermissionError:
-        raise UserError(f"The folder {shown(os.path.join(root, below))} may not be read. Change its rights.") from None
-    with scanned as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            key = f"{below}/{entry.name}" if below else entry.name
-            if not is_text(entry.name):
-                found.rejected.append((shown(key), "name is not UTF-8"))
-            elif entry.is_dir():
-                real = os.path.realpath(entry.path)
-                if not _inside(root, real):
-                    found.rejected.append((key, LEAVES))
-                elif real not in seen:  # links may form a ring
-                    seen.add(real)
-                    _walk(root, key, found, seen)
-            elif entry.name.lower().endswith(SUFFIXES):
-                found.keys.append(key)
-            else:
-                found.ignored += 1
+        raise UserError(f"The folder {shown(folder)} may not be read. Change its rights.") from None
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
+
+
+def _walk(root: str, below: str, found: Found, seen: set[str]) -> None:
+    for entry in entries_of(os.path.join(root, below)):
+        key = f"{below}/{entry.name}" if below else entry.name
+        if not is_text(entry.name):
+            found.rejected.append((shown(key), "name is not UTF-8"))
+        elif is_folder(entry):
+            real = os.path.realpath(entry.path)
+            if not _inside(root, real):
+                found.rejected.append((key, LEAVES))
+            elif real not in seen:  # links may form a ring
+                seen.add(real)
+                _walk(root, key, found, seen)
+        elif entry.name.lower().endswith(SUFFIXES):
+            found.keys.append(key)
+        else:
+            found.ignored += 1
 
 
 def is_text(name: str) -> bool:

@@ -13,7 +13,7 @@ from shards import bias
 from shards.config import BuildConfig
 from shards.settings import UserError
 from shards.sources import Collection, Log, Rows
-from shards.sources.files import FileReader, is_text, refuse_shared, shown, walk
+from shards.sources.files import FileReader, entries_of, is_folder, is_text, refuse_shared, shown, walk
 
 _SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test"}
 
@@ -22,7 +22,7 @@ def class_folders(root: Path) -> list[str]:
     """Names of the class folders, sorted."""
     if not root.is_dir():
         raise UserError(f"There is no folder {root}. path must name a folder with one folder for each class.")
-    names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
+    names = sorted(entry.name for entry in entries_of(str(root)) if is_folder(entry))
     for name in names:
         if not is_text(name):
             raise UserError(f"The class folder '{shown(name)}' in {root} has a name that is not UTF-8. Rename it.")

@@ -40,8 +40,9 @@ def read_table(path: str, columns: list[str], optional: tuple[str, ...] = ()) ->
     missing = [name for name in columns if name not in table.column_names]
     if missing:
         raise UserError(
-            f"{file} has no column '{missing[0]}'; it has {', '.join(table.column_names)}. "
-            "Name the right one with path_column, label_column, true_column or split_column."
+            f"{file} has no column '{missing[0]}'; its first line has {', '.join(map(repr, table.column_names[:9]))}. "
+            "It must name the columns, with commas between them; path_column, label_column, true_column and "
+            "split_column say which is which."
         )
     chosen = columns + [name for name in optional if name in table.column_names]
     out = {}

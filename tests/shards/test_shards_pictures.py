@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import struct
+import warnings
 import zlib
 from pathlib import Path
 
@@ -210,6 +211,7 @@ class TestBuildWithBadPictures:
         (root / "bee" / "round").symlink_to(root / "bee")
         (root / "bee" / "inside.jpg").symlink_to(root / "bee" / "003.jpg")
         (root / "bee" / "dangling.jpg").symlink_to(root / "bee" / "nowhere.jpg")
+        (root / "bee" / "itself.jpg").symlink_to(root / "bee" / "itself.jpg")
         os.mkfifo(root / "bee" / "pipe.jpg")
         Path(os.fsdecode(os.fsencode(root / "ant") + b"/\xff\xfe.jpg")).write_bytes(picture(1))
         return {
@@ -219,6 +221,7 @@ class TestBuildWithBadPictures:
             "bee/link.jpg": "link leaves the folder",
             "bee/away": "link leaves the folder",
             "bee/dangling.jpg": "missing file",
+            "bee/itself.jpg": "cannot be read (Too many levels of symbolic links)",
             "bee/pipe.jpg": "not a regular file",
             "ant/\\xff\\xfe.jpg": "name is not UTF-8",
         }
@@ -230,7 +233,7 @@ class TestBuildWithBadPictures:
         assert dict(zip(table["key"].to_pylist(), table["reason"].to_pylist())) == expected
         train, test = open_split(url), open_split(url, "test")
         assert train.manifest.rejected.count == len(expected)
-        assert "8 rejected" in build.said[-1]
+        assert "9 rejected" in build.said[-1]
         keys = [*train.keys(), *test.keys()]
         assert len(keys) == 68 == len(set(keys))
         assert "bee/inside.jpg" in keys
@@ -246,7 +249,7 @@ class TestBuildWithBadPictures:
         url = build(source="folder", path=str(root), **options)
         train = open_split(url)
         assert train.flipped.sum() == int(0.3 * len(train))
-        assert train.clean_counts.tolist() == [31, 15]
+        assert train.clean_counts.tolist() == [30, 15]
         table = pyarrow.parquet.read_table(Path(url) / "train.parquet")
         assert table["index"].to_pylist() == list(range(len(train)))
         again = build("again", source="folder", path=str(root), writers=2, **options)
@@ -264,7 +267,7 @@ class TestBuildWithBadPictures:
 
     def test_too_many_end_the_build_with_examples(self, root: Path, build: Build) -> None:
         self.spoil(root)
-        with pytest.raises(UserError, match=r"8 of \d+ pictures cannot be used, more than max_rejected=0.05") as caught:
+        with pytest.raises(UserError, match=r"9 of \d+ pictures cannot be used, more than max_rejected=0.05") as caught:
             build(source="folder", path=str(root), max_rejected=0.05)
         assert "empty file" in str(caught.value)
         assert "raise max_rejected" in str(caught.value)
@@ -276,6 +279,7 @@ class TestBuildWithBadPictures:
             ({"ant": 5}, {}, "holds 1 class; a classifier needs at least two"),
             ({}, {}, "holds 0 classes"),
             ({"ant": 5, "bee": 0}, {}, "1 of 2 classes have no training picture: 'bee'"),
+            ({"ant": 1, "bee": 1}, {}, "No picture of .* is for the split 'test'.*a class with two pictures is needed"),
             (
                 {"ant": 9, "bee": 4},
                 {"rho": 2, "largest": 8},
@@ -342,6 +346,18 @@ def test_half_a_jpeg_with_an_end_is_still_half() -> None:
     for rules in ({"decode_check": True}, {"resize": 16}):
         with pytest.raises(Rejected, match="truncated"):
             admit(cut, Rules.of(BuildConfig(**rules)))
+
+
+@pytest.mark.parametrize("place", [0, 4, 10])  # the byte order, where the entries are, the kind of the first
+def test_a_corrupt_exif_is_no_exif(place: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = bytearray(encode(Image.open(io.BytesIO(jpeg())), "jpeg", exif=exif))
+    start = bytes(data).index(b"Exif\0\0") + 6 + place
+    data[start : start + 4] = b"\xff\xff\xff\xff"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a warning for each of them would bury the progress bar
+        assert admit(bytes(data), UNTOUCHED) == (bytes(data), "jpg")
 
 
 def test_twelve_bits_and_hidden_exif_go_the_careful_way() -> None:

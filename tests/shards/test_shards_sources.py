@@ -15,7 +15,7 @@ import pytest
 from shards_help import Build, fill, picture
 
 from shards.build import ensure
-from shards.config import BuildConfig
+from shards.config import BuildConfig, CacheConfig
 from shards.reader import open_split
 from shards.settings import UserError
 
@@ -184,7 +184,8 @@ class TestList:
             (b"path,label\n", "is empty"),
             (b"path,label\na,b,c,d\n", "cannot be read as CSV"),
             (b"path,label\n\xff\xfe,x\n", "cannot be read as CSV"),
-            (b"file,label\na,b\n", "has no column 'path'; it has file, label"),
+            (b"file,label\na,b\n", "has no column 'path'; its first line has 'file', 'label'"),
+            (b"path;label\na;b\n", "first line has 'path;label'. It must name the columns, with commas between them"),
         ],
     )
     def test_an_unreadable_list(self, content: bytes, sentence: str, tmp_path: Path, build: Build) -> None:
@@ -342,6 +343,16 @@ def test_shards_among_the_pictures_are_no_class(tmp_path: Path) -> None:
     (root / "shards").mkdir()
     config = BuildConfig(source="folder", path=str(root), output=str(root / "shards"))
     assert open_split(ensure(config, lambda text: None)).classes == ["a", "b"]
+
+
+def test_home_and_a_slash_at_the_end_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not every shell expands ~ behind path=; some add the slash."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    fill(tmp_path / "in", {"a": 10, "b": 10})
+    for path in ("~/in", "~/in/", str(tmp_path / "in")):  # the second and third find the shards of the first
+        config = BuildConfig(source="folder", path=path, output="~/out")
+        assert open_split(ensure(config, lambda text: None)).classes == ["a", "b"]
+    assert CacheConfig(folder="~/cache").folder == str(tmp_path / "cache")
 
 
 def test_a_sorted_tail_leaves_no_class_empty(tmp_path: Path, build: Build) -> None:

@@ -255,6 +255,7 @@ def _digest(split) -> str:
     ("url", "sentence"),
     [
         ("pipe:cat /etc/passwd", "neither a folder nor a URL"),
+        ("s3:/bucket/x", "neither a folder nor a URL"),
         ("sftp://host/x", "not read from sftp:// URLs"),
         ("s3://key:secret@bucket/x", r"s3://\*\*\*@bucket/x carries a password"),
     ],
@@ -263,6 +264,12 @@ def test_urls_that_are_refused(url: str, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence) as caught:
         store_at(url)
     assert "secret" not in str(caught.value)
+
+
+def test_nothing_is_built_at_a_web_address(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage.RemoteStore, "size", lambda *_: None)
+    with pytest.raises(UserError, match=r"Nothing can be written to https://host/x\. Choose a folder"):
+        ensure(config(folder, "https://host/x"), quiet)
 
 
 def test_secrets_do_not_reach_messages() -> None:
