@@ -10,7 +10,8 @@ from torch.nn.functional import one_hot
 from pipeline import config as configuration
 from pipeline import mixing
 from pipeline.data.batch import Batch, TrainingSet
-from pipeline.methods.prototypical import MAIN, MIX_COEFFICIENT, MIX_PARTNER, WARMUP, Prototypical, resolve
+from pipeline.methods.embedding import MIX_COEFFICIENT, MIX_PARTNER
+from pipeline.methods.prototypical import MAIN, WARMUP, Prototypical, resolve
 from pipeline.survey import Survey
 from pipeline.world import World
 

@@ -93,7 +93,8 @@ def test_dropped_samples_lend_the_prototypical_loss_nothing() -> None:
     batch = next(iter(run.loader.batches(Pass(np.arange(16), ("weak", "strong")), 0)))
     weight = torch.rand(len(batch.index))
     weight[::3] = 0
-    first = method._prototype_loss(batch, batch.label, weight)
+    options = (("weak", "strong"), 8.0, 0.3)
+    first = method.prototype_loss(batch, batch.label, weight, *options)
     for view in batch.views.values():
         view[::3] = torch.randn_like(view[::3])
-    assert method._prototype_loss(batch, batch.label, weight).item() == pytest.approx(first.item(), rel=1e-6)
+    assert method.prototype_loss(batch, batch.label, weight, *options).item() == pytest.approx(first.item(), rel=1e-6)

@@ -166,6 +166,27 @@ def test_the_noise_rate_is_estimated_class_by_class() -> None:
     assert not method.wants_survey()  # the estimate of the ramp's end stays
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "told"),
+    [
+        ("coteaching", {"noise_rate": 0.4}, "noise rate 0.400, given by method.noise_rate"),
+        ("coteaching", {"ramp": 0.3}, "noise rate: estimated in epochs 1 to 3"),
+        ("mentornet", {"percentile": 0.6}, "noise rate 0.400, given by method.percentile=0.6"),
+    ],
+)
+def test_the_log_says_where_the_noise_rate_comes_from(
+    name: str, options: dict[str, float], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        method, _ = set_up(name, **options)
+        method.begin_epoch(None)
+        assert told in caplog.text
+        if method.wants_survey() or "estimated in" in told:
+            method.enter(0, 3)
+            method.begin_epoch(survey_of({"loss": torch.linspace(0, 1, len(GIVEN))}))
+            assert f"noise rate {float(method.noise):.3f}, estimated from the losses" in caplog.text
+
+
 @pytest.mark.parametrize(("epoch", "phase"), [(1, "all"), (5, "hard"), (9, "soft")])
 def test_the_mentor_follows_its_curriculum(epoch: int, phase: str) -> None:
     method, batch = set_up("mentornet", epoch=epoch, dropout=0.0, dropout_late=0.0, soft_width=0.5)

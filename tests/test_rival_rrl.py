@@ -11,7 +11,8 @@ from rivals import Course, Pictures, batch_of, make_method, small_config, survey
 from torch.nn.functional import normalize
 
 from pipeline.losses import instance_contrastive
-from pipeline.methods.rrl import MAIN, MIX_COEFFICIENT, MIX_PARTNER, RRL, WARMUP, neighbours_say
+from pipeline.methods.embedding import MIX_COEFFICIENT, MIX_PARTNER
+from pipeline.methods.rrl import MAIN, RRL, WARMUP, neighbours_say
 from pipeline.mixing import coefficient, pair_within, partners
 from pipeline.world import World
 

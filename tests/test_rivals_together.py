@@ -1,110 +1,186 @@
-"""Methods that divide, correct or guess: the same on any number of ranks, after any restart; they learn."""
+"""What every method promises, whatever its mathematics: ranks, restarts, poor data, learning."""
 
 from __future__ import annotations
 
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ranks import on_ranks
-from rivals import Course, small_config
+from rivals import Course, Pictures, small_config
 
+from launch.sweep import method_names
 from pipeline.config import Config
 from pipeline.train import build
 from pipeline.world import World
 
+# Options with which a training of two or three epochs goes through every phase of a method.
 METHODS: dict[str, dict[str, Any]] = {
+    "cross_entropy": {},
+    "prototypical": {"warmup_steps": 2, "cleaning_start": 1, "prototype_ramp": 2},
+    "ldam": {},
+    "ldam_drw": {"reweight_start": 0.5},
+    "crt": {"classifier_part": 0.3},
+    "ncm": {},
+    "coteaching": {"ramp": 0.3},
+    "mentornet": {"burn_in": 0.3, "dropout_part": 0.3, "soft_start": 0.6},
+    "elr": {},
+    "elr_plus": {"ramp": 0.5},
+    "har": {"probe_part": 0.3, "reweight_start": 0.5},
+    "aum": {"probe_part": 0.3},
     "dividemix": {"warmup": 0.34, "unlabelled_ramp": 0.5, "loss_epochs": 2},
     "rolt": {"warmup": 0.34, "unlabelled_ramp": 0.5, "reweight_start": 0.5},
     "sfa": {"warmup": 0.34, "unlabelled_ramp": 0.5, "sampled_above": 5},
     "rrl": {"warmup_steps": 2, "cleaning_start": 0.34, "neighbours": 5, "use_above": 0.5},
-    "mopro": {
-        "queue": 24,
-        "momentum": 0.9,
-        "prototype_momentum": 0.9,
-        "cleaning_start": 0.34,
-        "relabel_above": 0.5,
-    },
+    "mopro": {"queue": 24, "momentum": 0.9, "prototype_momentum": 0.9, "cleaning_start": 0.34, "relabel_above": 0.5},
 }
-
-SHORT = {"warmup": 0.6, "warmup_batch": 1, "unlabelled_ramp": 0.2}
-# For eight epochs of digits: settings, learning rate, and the loss to watch.
-DIGITS: dict[str, tuple[dict[str, Any], float, str]] = {
-    "dividemix": (SHORT, 0.05, "loss/labelled"),
-    "rolt": (SHORT, 0.05, "loss/labelled"),
-    "sfa": (SHORT, 0.05, "loss/balanced_labelled"),
-    "rrl": ({"contrastive": 0.3, "prototype": 2, "cleaning_start": 0.6, "neighbours": 20}, 0.03, "loss/pc"),
-    "mopro": (
-        {"queue": 256, "momentum": 0.99, "prototype_momentum": 0.99, "cleaning_start": 0.7, "retrain_part": 0.1},
-        0.05,
-        "loss/ce",
-    ),
-}
+every_method = pytest.mark.parametrize("name", METHODS)
 
 
-def course(name: str, **sections: dict[str, Any]) -> Course:
-    return Course(small_config({"name": name, **METHODS[name]}, **sections))
+def course(name: str, pictures: Pictures | None = None, **sections: Any) -> Course:
+    return Course(small_config({"name": name, **METHODS[name]}, **sections), pictures or Pictures())
 
 
-def train_all(world: World) -> dict[str, Any]:
-    """Losses of every step and all state at the end, for each method."""
-    out = {}
-    for name in METHODS:
-        run = Course(small_config({"name": name, **METHODS[name]}), world=world, double=True)
-        out[name] = (list(run.steps()), run.state()["method"])
-    return out
+def test_no_method_is_left_out() -> None:
+    assert set(METHODS) == set(method_names())
+
+
+def train_all(world: World, samples: int) -> dict[str, Any]:
+    """Losses of every step and all state at the end; in double precision, lest rounding grows."""
+    found = {}
+    for name, options in METHODS.items():
+        run = Course(small_config({"name": name, **options}), Pictures(samples), world=world, double=True)
+        found[name] = (list(run.steps()), run.state()["method"])
+    return found
 
 
 @pytest.mark.dist
-def test_one_rank_and_two_ranks_train_alike() -> None:
-    """45 samples in batches of 16: the last is cut unevenly. All state is compared, weights and beliefs."""
-    alone = on_ranks(1, train_all)[0]
-    ranks = on_ranks(2, train_all)
-    for name in METHODS:
-        losses, state = alone[name]
-        assert len(losses) == len(ranks[0][name][0]), name
-        for step, one in enumerate(losses):
-            for part, value in one.items():
-                both = sum(rank[name][0][step][part] for rank in ranks) / 2
-                assert both == pytest.approx(value, rel=1e-9, abs=1e-12), (name, step, part)
+@pytest.mark.parametrize("samples", [29, 19])
+def test_two_ranks_compute_what_one_computes(samples: int) -> None:
+    """Batches of 16: of 29 samples the last is cut unevenly, of 19 one rank gets nothing but rows that stand for nothing."""
+    alone = on_ranks(1, train_all, samples)[0]
+    ranks = on_ranks(2, train_all, samples)
+    for name, (losses, state) in alone.items():
+        assert [len(rank[name][0]) for rank in ranks] == [len(losses)] * 2, name
+        for step, parts in enumerate(losses):
+            both = {part: sum(rank[name][0][step][part] for rank in ranks) / 2 for part in parts}
+            assert both == pytest.approx(parts, rel=1e-8, abs=1e-11), (name, step)
         for key, value in state.items():
             assert torch.equal(ranks[0][name][1][key], ranks[1][name][1][key]), (name, key)
             assert torch.allclose(ranks[0][name][1][key].double(), value.double(), atol=1e-6), (name, key)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_going_on_from_a_saved_state_is_bit_equal(name) -> None:
+@every_method
+def test_a_restart_changes_not_one_bit(name: str) -> None:
     """From inside a pass and from before the next survey, with batch statistics."""
     run = course(name, model={"norm": "batch"})
     losses, states = [], []
     for found in run.steps():
         losses.append(found)
         states.append(run.state())
-    ends = [i for i in range(len(states) - 2) if states[i]["at"]["epoch"] < states[i + 1]["at"]["epoch"]]
-    for step in (ends[-1] - 1, ends[-1]):
+    epochs = [(state["at"]["stage"], state["at"]["epoch"]) for state in states]
+    ends = [step for step in range(len(states) - 1) if epochs[step] != epochs[step + 1]]
+    for step in {ends[len(ends) // 2] - 1, ends[-1]}:
         again = course(name, model={"norm": "batch"})
         again.load(states[step])
-        assert list(islice(again.steps(), 2)) == losses[step + 1 : step + 3]
-        end, straight = again.state()["method"], states[step + 2]["method"]
-        assert all(torch.equal(end[key], straight[key]) for key in straight)
+        assert list(again.steps()) == losses[step + 1 :]
+        end = again.method.state_dict()
+        assert all(torch.equal(end[key], value) for key, value in run.method.state_dict().items())
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_it_learns_digits(name, digits, tmp_path: Path) -> None:
-    """A long tail and every second label wrong: far better than the 10 % of chance, the loss falling, and
-    clean labels told from wrong ones better than by believing all of them (F1 0.67)."""
-    method, lr, part = DIGITS[name]
+def poor(given: list[int], same: bool = False) -> Pictures:
+    pictures = Pictures(len(given))
+    pictures.given = np.array(given, np.int32)
+    pictures.encoded = pictures.encoded[:1] * len(given) if same else pictures.encoded
+    return pictures
+
+
+POOR = {
+    "five pictures of a hundred classes": (poor([7, 7, 30, 99, 99]), 100),
+    "one picture": (poor([1]), 3),
+    "classes without pictures, one with one": (poor([0] * 12 + [2] * 5 + [3]), 5),
+    "all pictures the same": (poor([0] * 12 + [1] * 4 + [2], same=True), 3),
+}
+
+
+@every_method
+@pytest.mark.parametrize("case", POOR)
+def test_poor_data_is_survived(name: str, case: str) -> None:
+    pictures, classes = POOR[case]
+    run = Course(small_config({"name": name, **METHODS[name]}), pictures, classes)
+    assert all(np.isfinite(list(found.values())).all() for found in run.steps())
+    assert not any(value.isnan().any() for value in run.method.state_dict().values())
+    images = torch.randn(4, 3, 8, 8)
+    run.method.eval()
+    with torch.no_grad():
+        for score in run.method.scores(images).values():
+            assert score.shape == (4, classes)
+            assert torch.isfinite(score).all()
+        assert torch.isfinite(run.method.embeddings(images)).all()
+    beliefs = run.method.beliefs()
+    if beliefs:
+        known = (beliefs.weight, beliefs.label, beliefs.clean, beliefs.score)
+        assert all(value is None or len(value) == len(pictures) for value in known)
+
+
+@pytest.mark.parametrize("name", ["crt", "elr_plus", "har"])
+def test_half_precision_reaches_every_weight_that_learns(name: str) -> None:
+    """Weights cast for a pass without gradient, or for a gradient's gradient, must still learn."""
+    run = course(name, train={"epochs": 2, "precision": "bf16"}, optim={"weight_decay": 0.0, "momentum": 0.0})
+    before: dict[str, torch.Tensor] = {}
+    for _ in run.steps():
+        after = {k: p.detach().clone() for k, p in run.method.named_parameters() if p.requires_grad}
+        if before.keys() == after.keys():
+            assert not [k for k in after if torch.equal(before[k], after[k])]
+        before = after
+
+
+DIVIDED = {"warmup": 0.6, "warmup_batch": 1, "unlabelled_ramp": 0.2}
+# For eight epochs of digits: options, learning rate, and the loss to watch.
+DIGITS: dict[str, tuple[dict[str, Any], float, str]] = {
+    "cross_entropy": ({}, 0.03, "total"),
+    "prototypical": ({"warmup_steps": 10, "cleaning_start": 4, "prototype": 2, "contrastive": 0.3}, 0.03, "pc"),
+    "ldam_drw": ({"scale": 10, "reweight_start": 0.5}, 0.03, "total"),
+    "crt": ({"classifier_part": 0.5}, 0.03, "total"),
+    "ncm": ({}, 0.03, "total"),
+    "coteaching": ({"ramp": 0.6}, 0.03, "total"),
+    "mentornet": ({"dropout": 0.1, "percentile": 0.6, "burn_in": 0.4}, 0.05, "total"),
+    "elr": ({}, 0.03, "ce"),
+    "elr_plus": ({"ema": 0.9, "strength": 1, "mixup": 0.2}, 0.05, "ce"),
+    "har": ({"strength": 1, "probe_part": 0.4}, 0.03, "total"),
+    "aum": ({}, 0.03, "total"),
+    "dividemix": (DIVIDED, 0.05, "labelled"),
+    "rolt": (DIVIDED, 0.05, "labelled"),
+    "sfa": (DIVIDED, 0.05, "balanced_labelled"),
+    "rrl": ({"contrastive": 0.3, "prototype": 2, "cleaning_start": 0.6, "neighbours": 20}, 0.03, "pc"),
+    "mopro": (
+        {"queue": 256, "momentum": 0.99, "prototype_momentum": 0.99, "cleaning_start": 0.7, "retrain_part": 0.1},
+        0.05,
+        "total",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIGITS)  # LDAM-DRW is LDAM until it is late
+def test_it_learns_digits(name: str, digits: str, tmp_path: Path) -> None:
+    """A long tail and every second label wrong: after seconds far better than the 10 % of chance, the loss falling, and right
+    labels told from wrong ones better than by believing all of them (F1 2/3) or by chance (area 1/2)."""
+    options, lr, part = DIGITS[name]
     settings = {
         "output": str(tmp_path), "shards": {"output": digits}, "tracking": {"uri": ""},
         "checkpoint": {"every_epochs": 0}, "train": {"epochs": 8}, "optim": {"lr": lr},
-        "data": {"size": 8, "padding": 1, "augmix": "none"}, "model": {"width": 8},
-        "method": {"name": name, **method},
+        "data": {"batch": 32, "size": 8, "padding": 1, "augmix": "none", "threads": 1}, "model": {"width": 8},
+        "method": {"name": name, **options},
     }  # fmt: skip
     trainer, _ = build(Config.model_validate(settings), World())
     trainer.run()
-    losses = [past[part] for past in trainer.history if part in past]
+    trainer.checkpoints.close()
+    last = trainer.history[-1]
+    losses = [past[f"loss/{part}"] for past in trainer.history if f"loss/{part}" in past]
     assert losses[-1] < losses[0]
-    assert trainer.history[-1]["test/top1"] > 35
-    assert trainer.history[-1]["clean/f1"] > 0.7
+    assert last["test/top1"] > 35
+    if "clean/f1" in last:
+        assert last["clean/f1"] > 0.67
+        assert last["clean/auc"] > 0.7

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipeline.config import Config
 from pipeline.data.batch import Batch, TrainingSet
+from pipeline.log import log
 from pipeline.losses import sample_losses
 from pipeline.methods import options
 from pipeline.methods.base import Beliefs
@@ -49,11 +50,20 @@ class CoTeaching(TwoNetworks):
 
         Class by class, because the losses of rare classes are large for another reason.
         """
+        if self.epoch == 0:
+            self._tell()
         if survey is None:
             return
         losses = survey.everywhere(survey["loss"]).cpu().numpy()
         clean = posterior_by_class(losses, self.data.given, self.data.classes, "small", Fit(floor=5e-4))
         self.noise.fill_(1 - float(clean.mean()))
+        log.info("noise rate %.3f, estimated from the losses of all samples", self.noise)
+
+    def _tell(self) -> None:
+        if self.options.noise_rate is None:
+            log.info("noise rate: estimated in epochs 1 to %d, because method.noise_rate is empty", self.ramp)
+        else:
+            log.info("noise rate %.3f, given by method.noise_rate", self.options.noise_rate)
 
     @property
     def left_out(self) -> Tensor:

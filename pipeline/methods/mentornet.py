@@ -12,10 +12,12 @@ from torch import Tensor
 from pipeline import mixing
 from pipeline.config import Config
 from pipeline.data.batch import Batch, TrainingSet
+from pipeline.log import log
 from pipeline.losses import full_precision, sample_losses
 from pipeline.methods import options
 from pipeline.methods.base import Beliefs, OneNetwork
 from pipeline.methods.memory import remember
+from pipeline.survey import Survey
 from pipeline.world import World
 
 DROPOUT = 1  # purpose of random numbers
@@ -49,6 +51,13 @@ class MentorNet(OneNetwork):
     @property
     def progress(self) -> float:
         return self.epoch / self.config.train.epochs
+
+    def begin_epoch(self, survey: Survey | None) -> None:
+        if self.epoch == 0:
+            told = (
+                "noise rate %.3f, given by method.percentile=%g: samples beyond it are left out; nothing is estimated"
+            )
+            log.info(told, 1 - self.options.percentile, self.options.percentile)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         loss_B, loss_G, valid_G = self._losses(batch)

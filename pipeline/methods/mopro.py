@@ -17,7 +17,8 @@ from pipeline.data import order
 from pipeline.data.batch import Batch, Pass, TrainingSet
 from pipeline.losses import cross_entropy, full_precision, prototype_logits
 from pipeline.methods import options
-from pipeline.methods.base import Beliefs, OneNetwork, Stage
+from pipeline.methods.base import Beliefs, Stage
+from pipeline.methods.embedding import Embedding
 from pipeline.models.network import Average, unit
 from pipeline.survey import Survey
 from pipeline.world import World
@@ -26,8 +27,9 @@ from shards.settings import UserError
 MAIN, RETRAIN = 0, 1
 
 
-class MoPro(OneNetwork):
-    prototypes: Tensor  # (K,D); zero until the class was seen
+class MoPro(Embedding):
+    """A prototype is zero until its class was seen."""
+
     queue: Tensor  # (Q+1,D) keys; the last row takes what must not be kept
     written: Tensor  # how many keys were ever written
     label: Tensor  # (N,) corrected label of the sample's last step
@@ -36,7 +38,7 @@ class MoPro(OneNetwork):
     score: Tensor  # (N,) score of the given label
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
-        super().__init__(config, data, world, embed=True)
+        super().__init__(config, data, world)
         assert isinstance(config.method, options.MoPro)
         self.options = config.method
         if self.options.queue < config.data.batch:
@@ -44,14 +46,12 @@ class MoPro(OneNetwork):
                 f"method.queue={self.options.queue} cannot hold the keys of one step; set it to data.batch="
                 f"{config.data.batch} or more."
             )
-        K, D, N = data.classes, config.model.embedding, len(data)
         self.key_average = Average(self.network, self.options.momentum)
-        self.register_buffer("prototypes", torch.zeros(K, D))
-        self.register_buffer("queue", torch.zeros(self.options.queue + 1, D))
+        self.register_buffer("queue", torch.zeros(self.options.queue + 1, config.model.embedding))
         self.register_buffer("written", torch.zeros((), dtype=torch.long))
         self.register_buffer("label", torch.from_numpy(data.given).int())
         for name in ("kept", "used", "score"):
-            self.register_buffer(name, torch.ones(N))
+            self.register_buffer(name, torch.ones(len(data)))
         self.seen: list[tuple[Tensor, Tensor]] = []  # rows of the step in the making, of all ranks
 
     def stages(self) -> list[Stage]:
@@ -79,8 +79,7 @@ class MoPro(OneNetwork):
         return self.stage == RETRAIN and self.epoch == 0
 
     def survey_outputs(self, images: Tensor, given: Tensor) -> dict[str, Tensor]:
-        features, logits = self.judge(images)
-        return {"z": self.judge.embed(features), "linear": logits}
+        return dict(zip(("z", "linear"), self.look(images)))
 
     def begin_epoch(self, survey: Survey | None) -> None:
         if survey is None:
@@ -182,12 +181,11 @@ class MoPro(OneNetwork):
     # -- what it says ----------------------------------------------------------------------------------------
 
     def scores(self, images: Tensor) -> dict[str, Tensor]:
-        features, logits = self.judge(images)
-        near = prototype_logits(self.judge.embed(features), self.prototypes, self.options.temperature)
-        return {"linear": logits.float(), "prototype": near}
-
-    def embeddings(self, images: Tensor) -> Tensor:
-        return self.judge.embed(self.judge(images)[0])
+        z, logits = self.look(images)
+        return {
+            "linear": logits.float(),
+            "prototype": prototype_logits(z, self.prototypes, self.options.temperature),
+        }
 
 
 @full_precision

@@ -7,24 +7,21 @@ B rows on this rank, K classes, D embedding width, N training samples.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from pipeline import cleaning, mixing
+from pipeline import cleaning
 from pipeline.config import Config
 from pipeline.data.batch import Batch, Pass, TrainingSet
-from pipeline.losses import cross_entropy, given_confidence, instance_contrastive, prototype_logits, soft_cross_entropy
-from pipeline.methods.base import Beliefs, OneNetwork, Stage
+from pipeline.losses import cross_entropy, given_confidence, instance_contrastive, prototype_logits
+from pipeline.methods.base import Beliefs, Stage
+from pipeline.methods.embedding import VIEWS, Embedding
 from pipeline.methods.options import Prototypical as Options
 from pipeline.prototypes import class_prototypes
 from pipeline.survey import Survey
 from pipeline.world import World
 
 WARMUP, MAIN = 0, 1
-MIX_COEFFICIENT, MIX_PARTNER = 1, 2  # purposes of random numbers
 PRESETS = {
     "paper": {"relabel_weight": "margin", "neighbour_rule": False, "prototype_labels": "refined"},
     "released": {"relabel_weight": "half", "neighbour_rule": True, "prototype_labels": "given"},
@@ -37,20 +34,20 @@ def resolve(options: Options) -> Options:
     return options.model_copy(update=chosen)
 
 
-class Prototypical(OneNetwork):
-    prototypes: Tensor  # (K,D) of the epoch's start: they teach
-    current: Tensor  # (K,D) of the network as it is now: they judge
+class Prototypical(Embedding):
+    """`prototypes`, of the epoch's start, teach; `current` ones judge."""
+
+    current: Tensor  # (K,D) of the network as it is now
     weight: Tensor  # (N,) float32
     refined: Tensor  # (N,) int16 or int32
     clean: Tensor  # (N,) bool
     flagged: Tensor  # (N,) uint8: epochs in which the label was doubted
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
-        super().__init__(config, data, world, embed=True)
+        super().__init__(config, data, world)
         assert isinstance(config.method, Options)
         self.options = resolve(config.method)
         K, D, N = data.classes, config.model.embedding, len(data)
-        self.register_buffer("prototypes", torch.zeros(K, D))
         self.register_buffer("current", torch.zeros(K, D))
         self.register_buffer("weight", torch.ones(N))
         self.register_buffer("refined", torch.from_numpy(data.given).to(torch.int16 if K < 2**15 else torch.int32))
@@ -84,8 +81,8 @@ class Prototypical(OneNetwork):
         return self.stage == MAIN
 
     def survey_outputs(self, images: Tensor, given: Tensor) -> dict[str, Tensor]:
-        features, logits = self.judge(images)
-        return {"z": self.judge.embed(features), "linear": given_confidence(logits, given)}
+        z, logits = self.look(images)
+        return {"z": z, "linear": given_confidence(logits, given)}
 
     def begin_epoch(self, survey: Survey | None) -> None:
         if survey is None:
@@ -145,6 +142,10 @@ class Prototypical(OneNetwork):
         return [Pass(self.data.shuffled(self.tick()), ("weak", "strong"))]
 
     @property
+    def mixing_now(self) -> bool:
+        return self.cleaning_now or self.options.mixup_before_cleaning or not self.options.cleaning
+
+    @property
     def prototype_weight(self) -> float:
         top, ramp = self.options.prototype, self.options.prototype_ramp
         return min(1 + self.epoch * (top - 1) / ramp, top) if ramp else top
@@ -170,7 +171,8 @@ class Prototypical(OneNetwork):
             parts["cc"] = instance_contrastive(
                 z, z_strong, batch.valid, self.options.temperature, self.world, batch.rows
             )
-        parts["pc"] = self._prototype_loss(batch, label, weight)
+        views, mixup = VIEWS[self.options.mixup_views], self.options.mixup if self.mixing_now else 0.0
+        parts["pc"] = self.prototype_loss(batch, label, weight, views, mixup, self.options.temperature)
         loss = (
             self.options.cross_entropy * parts.get("ce", 0.0)
             + self.options.contrastive * parts.get("cc", 0.0)
@@ -178,33 +180,11 @@ class Prototypical(OneNetwork):
         )
         return {"loss": loss, **parts}
 
-    def _prototype_loss(self, batch: Batch, label: Tensor, weight: Tensor) -> Tensor:
-        """L_pc (paper eq. 3): mixed pictures towards the mixture of their prototypes."""
-        views = [batch.views["weak"]] + ([batch.views["strong"]] if self.options.mixup_views == "both" else [])
-        target = F.one_hot(label, self.data.classes).float().repeat(len(views), 1)
-        weights = weight.repeat(len(views))
-        images = torch.cat(views)
-        if self.options.mixup and (
-            self.cleaning_now or self.options.mixup_before_cleaning or not self.options.cleaning
-        ):
-            lam = mixing.coefficient(batch, self.options.mixup, MIX_COEFFICIENT)
-            # Samples that were dropped neither learn nor lend their picture.
-            partner = mixing.partners(replace(batch, valid=weight), len(views), MIX_PARTNER)
-            images, target, weights = (mixing.mix(v, partner, lam) for v in (images, target, weights))
-        z = self.network.embed(self.network(images)[0])
-        return soft_cross_entropy(
-            prototype_logits(z, self.prototypes, self.options.temperature), target, weights, self.world
-        )
-
     # -- what it says ---------------------------------------------------------------------------------------------------
 
     def scores(self, images: Tensor) -> dict[str, Tensor]:
-        features, logits = self.judge(images)
-        z, T = self.judge.embed(features), self.options.temperature
+        (z, logits), T = self.look(images), self.options.temperature
         heads = {"prototype": prototype_logits(z, self.current, T), "stale": prototype_logits(z, self.prototypes, T)}
         if self.options.stale_prototypes:
             heads = {"prototype": heads["stale"], "fresh": heads["prototype"]}
         return {**heads, "linear": logits.float()}
-
-    def embeddings(self, images: Tensor) -> Tensor:
-        return self.judge.embed(self.judge(images)[0])

@@ -7,35 +7,25 @@ n rows of the survey on this rank, N in all, B rows of a batch, K classes, D emb
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline import mixing
 from pipeline.config import Config
 from pipeline.data.batch import Batch, Pass, TrainingSet
-from pipeline.losses import (
-    cross_entropy,
-    full_precision,
-    instance_contrastive,
-    prototype_logits,
-    soft_cross_entropy,
-)
+from pipeline.losses import cross_entropy, full_precision, instance_contrastive
 from pipeline.methods import options
-from pipeline.methods.base import Beliefs, OneNetwork, Stage
+from pipeline.methods.base import Beliefs, Stage
+from pipeline.methods.embedding import VIEWS, Embedding
 from pipeline.models.network import unit
 from pipeline.prototypes import class_prototypes
 from pipeline.survey import Survey
 from pipeline.world import World
 
 WARMUP, MAIN = 0, 1
-MIX_COEFFICIENT, MIX_PARTNER = 1, 2  # purposes of random numbers
 
 
-class RRL(OneNetwork):
-    prototypes: Tensor  # (K,D)
+class RRL(Embedding):
     bank: Tensor  # (N,D) embeddings of the last survey: neighbours for evaluation
     soft: Tensor  # (N,K) soft labels; one-hot where the given label is kept
     hard: Tensor  # (N,) their likeliest class
@@ -43,13 +33,12 @@ class RRL(OneNetwork):
     used: Tensor  # (N,) float: 1 for samples that have a label, kept or corrected
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
-        super().__init__(config, data, world, embed=True)
+        super().__init__(config, data, world)
         assert isinstance(config.method, options.RRL)
         self.options = config.method
         K, D, N = data.classes, config.model.embedding, len(data)
         self.decoder = nn.Linear(D, self.network.features)
         given = torch.from_numpy(data.given).long()
-        self.register_buffer("prototypes", torch.zeros(K, D))
         self.register_buffer("bank", torch.zeros(N, D))
         self.register_buffer("soft", F.one_hot(given, K).float())
         self.register_buffer("hard", given.to(torch.int16 if K < 2**15 else torch.int32))
@@ -83,8 +72,7 @@ class RRL(OneNetwork):
         return self.stage == MAIN
 
     def survey_outputs(self, images: Tensor, given: Tensor) -> dict[str, Tensor]:
-        features, logits = self.judge(images)
-        return {"z": self.judge.embed(features), "linear": logits}
+        return dict(zip(("z", "linear"), self.look(images)))
 
     def begin_epoch(self, survey: Survey | None) -> None:
         if survey is None:
@@ -153,7 +141,8 @@ class RRL(OneNetwork):
             parts["cc"] = instance_contrastive(
                 z, z_strong, batch.valid, self.options.temperature, self.world, batch.rows
             )
-            parts["pc"] = self._prototype_loss(batch, label, weight)
+            views, mixup = VIEWS[self.options.mixup_views], self.options.mixup
+            parts["pc"] = self.prototype_loss(batch, label, weight, views, mixup, self.options.temperature)
         loss = (
             parts["ce"]
             + self.options.reconstruction * parts["rec"]
@@ -170,28 +159,12 @@ class RRL(OneNetwork):
         code = self.network.projector(features)
         return unit(code), reconstruction_error(self.decoder(code), features, batch.valid, self.world)
 
-    def _prototype_loss(self, batch: Batch, label: Tensor, weight: Tensor) -> Tensor:
-        """Mixed pictures towards the mixture of their prototypes, among samples that have a label."""
-        views = ["weak", "strong"] if self.options.mixup_views == "both" else ["weak"]
-        images = torch.cat([batch.views[view] for view in views])
-        target = F.one_hot(label, self.data.classes).float().repeat(len(views), 1)
-        lam = mixing.coefficient(batch, self.options.mixup, MIX_COEFFICIENT)
-        partner = mixing.partners(replace(batch, valid=weight), len(views), MIX_PARTNER)
-        images, target = mixing.mix(images, partner, lam), mixing.mix(target, partner, lam)
-        z = self.network.embed(self.network(images)[0])
-        logits = prototype_logits(z, self.prototypes, self.options.temperature)
-        return soft_cross_entropy(logits, target, weight.repeat(len(views)), self.world)
-
     # -- what it says ----------------------------------------------------------------------------------------
 
     def scores(self, images: Tensor) -> dict[str, Tensor]:
-        features, logits = self.judge(images)
-        z, o = self.judge.embed(features), self.options
+        (z, logits), o = self.look(images), self.options
         near = neighbours_say(z, self.bank, self.soft, o.neighbours, o.temperature, o.neighbour_block)
         return {"linear": logits.float(), "neighbours": near.clamp_min(1e-8).log()}
-
-    def embeddings(self, images: Tensor) -> Tensor:
-        return self.judge.embed(self.judge(images)[0])
 
 
 @full_precision
