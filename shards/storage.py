@@ -94,7 +94,7 @@ class Store(ABC):
         """Names and sizes of all files in a folder, by one listing."""
 
     @abstractmethod
-    def _bytes(self, name: str) -> bytes: ...
+    def _bytes(self, name: str) -> bytes | None: ...
 
     def read(self, name: str, limit: int) -> bytes | None:
         """All bytes of a small file, None if there is none."""
@@ -103,10 +103,7 @@ class Store(ABC):
             raise UserError(
                 f"{redact(self.at(name))} has {size} bytes, more than any such file should. Check the path."
             )
-        try:
-            return None if size is None else self._bytes(name)
-        except FileNotFoundError:
-            return None
+        return None if size is None else self._bytes(name)  # it may have gone since
 
     @abstractmethod
     def read_range(self, name: str, start: int, end: int) -> bytes:
@@ -155,8 +152,11 @@ class LocalStore(Store):
         except (FileNotFoundError, NotADirectoryError):
             return {}
 
-    def _bytes(self, name: str) -> bytes:
-        return (self.root / name).read_bytes()
+    def _bytes(self, name: str) -> bytes | None:
+        try:
+            return (self.root / name).read_bytes()
+        except FileNotFoundError:
+            return None
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
         with open(self.root / name, "rb") as file:
@@ -226,8 +226,14 @@ class RemoteStore(Store):
         found = self._patiently(ask, folder)
         return {item["name"].rsplit("/", 1)[-1]: item["size"] for item in found if item["type"] == "file"}
 
-    def _bytes(self, name: str) -> bytes:
-        return self._patiently(lambda: self.fs.cat_file(self.at(name)), name)
+    def _bytes(self, name: str) -> bytes | None:
+        def ask() -> bytes | None:
+            try:
+                return self.fs.cat_file(self.at(name))
+            except FileNotFoundError:
+                return None
+
+        return self._patiently(ask, name)
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
         def ask() -> bytes:
