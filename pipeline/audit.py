@@ -135,13 +135,6 @@ def _beliefs(opened: Opened, samples: int) -> dict[str, np.ndarray]:
     method = opened.model.method
     if opened.position is None or len(method.data) != samples:
         return {}
-    stages = method.stages()
-    stage = min(opened.position["stage"], len(stages) - 1)
-    ended = opened.position["stage"] > stage
-    epoch = (
-        max(stages[stage].epochs, 1) - 1 if ended else max(opened.position["epoch"] - (not opened.position["begun"]), 0)
-    )
-    method.enter(stage, epoch)
     found: dict[str, Any] = {}
     beliefs = method.beliefs()
     if beliefs is not None:

@@ -30,7 +30,10 @@ def judge(opened: Opened, shards: str, name: str, world: World) -> Evaluation:
     loader = open_loader(split, model.config.data, model.config.seed, world)
     labels = split.true if (split.true >= 0).any() else split.given
     counts = model.clean_counts  # a class is many, medium or few by what the model was trained on
-    return evaluate(model.method, loader.survey(), labels, counts, world, Pulse(world), model.autocast)
+    found = evaluate(model.method, loader.survey(), labels, counts, world, Pulse(world), model.autocast)
+    if model.partial:
+        found.metrics = {key: value for key, value in found.metrics.items() if key.count("/") == 1}
+    return found
 
 
 def main(argv: list[str]) -> int:

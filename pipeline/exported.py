@@ -51,8 +51,11 @@ class Prediction:
 class Model:
     """A method with its weights, ready to judge pictures."""
 
-    def __init__(self, config: Config, classes: Sequence[str], clean_counts: Sequence[int], method: Method) -> None:
+    def __init__(
+        self, config: Config, classes: Sequence[str], clean_counts: Sequence[int], method: Method, partial: bool = False
+    ) -> None:
         self.config, self.classes, self.method = config, list(classes), method.eval()
+        self.partial = partial  # it does not remember its training samples: of its heads only the first is whole
         self.clean_counts = np.asarray(clean_counts, np.int64)  # of the training set: many, medium, few
         self.views = Views(config.data)
         self.device = method.world.device
@@ -64,6 +67,8 @@ class Model:
             if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3 or not picture.size:
                 raise DecodeError(f"an array must be uint8 (H,W,3), not {picture.dtype} {picture.shape}")
             whole = picture
+        elif not isinstance(picture, bytes | bytearray | memoryview):
+            raise DecodeError(f"a picture is bytes or a uint8 array, not {type(picture).__name__}")
         else:
             whole, _ = decode(picture, self.views.least)
         return centre(whole, self.views.short, self.config.data.size)
@@ -161,9 +166,10 @@ def restore(
     tensors: dict[str, Tensor],
     device: torch.device | None = None,
     left_out: set[str] | None = None,
+    position: dict[str, Any] | None = None,
 ) -> Model:
-    """The model from its settings and weights; neither the shards nor a file of pretrained weights is
-    needed.
+    """The model from its settings and weights, at the end of its training or where `position` says; neither the
+    shards nor a file of pretrained weights is needed.
     """
     tree = {**config_tree, "model": {**config_tree["model"], "pretrained": "", "compile": False}}
     config = validate(Config, tree, "this model")
@@ -174,7 +180,16 @@ def restore(
     wrong = [*result.unexpected_keys, *(set(result.missing_keys) - (left_out or set()))]
     if wrong:
         raise UserError(f"The weights do not fit {config.method.name}: {', '.join(sorted(wrong)[:5])}.")
-    return Model(config, classes, clean_counts, method.to(world.device))
+    method.enter(*_reached(method, position))
+    return Model(config, classes, clean_counts, method.to(world.device), bool(left_out))
+
+
+def _reached(method: Method, position: dict[str, Any] | None) -> tuple[int, int]:
+    """(stage, epoch) that was entered last."""
+    stages = method.stages()
+    if position is None or position["stage"] >= len(stages):
+        return len(stages) - 1, max(stages[-1].epochs, 1) - 1
+    return position["stage"], max(position["epoch"] - (not position["begun"]), 0)
 
 
 # -- MLflow ------------------------------------------------------------------------------------------

@@ -102,7 +102,9 @@ def _checkpoint(run: str, loaded: Loaded, shards: str, own_labels: bool) -> Open
             raise UserError(f"{run} was trained on other shards than {shards or place}. Give its own by --shards.")
         given = split.given
     counts = data.get("clean_counts", data["given_counts"])
-    model = restore(tree["config"], data["classes"], given, counts, tree["method"], _device())
+    model = restore(
+        tree["config"], data["classes"], given, counts, tree["method"], _device(), position=tree["position"]
+    )
     run_id = tree.get("tracking", {}).get("run_id") or ""
     return Opened(f"{run} ({loaded.name})", model, tree["position"], place, run_id)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from mlflow_store import client_of
-from trained import ROOT, Trained, command
+from trained import Trained, command
 
 from pipeline.runs import open_run
 from shards.build import ensure
@@ -50,8 +51,9 @@ def test_folder_checkpoint_run_id_and_mlflow_model_give_the_same_scores_bit_for_
 
 
 def test_the_mlflow_model_in_a_fresh_process_gives_the_checkpoints_scores_bit_for_bit(
-    trained: Trained, pictures: Path
+    trained: Trained, pictures: Path, tmp_path: Path
 ) -> None:
+    """Outside the source tree: the package is installed, and nothing else is needed."""
     script = f"""
 import io, pathlib, mlflow, numpy, pandas, PIL.Image
 mlflow.set_tracking_uri({trained.uri!r})
@@ -65,7 +67,8 @@ assert same["scores"].tolist() == answers["scores"].tolist()[:-1]
 assert model.metadata.signature is not None and model.input_example is not None
 numpy.save({str(pictures / "scores.npy")!r}, numpy.array(answers["scores"].tolist()[:-1], numpy.float32))
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    outside = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=outside, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     np.testing.assert_array_equal(np.load(pictures / "scores.npy"), scores_of(str(trained.folder), "", pictures))
 
