@@ -10,9 +10,11 @@ import torch
 from ranks import on_ranks
 from rivals import Course, Pictures, batch_of, make_method, small_config, survey_of
 
+from pipeline.config import load
 from pipeline.methods.dividemix import MIX_COEFFICIENT, MIX_PARTNER, DivideMix, pair_across, uniform_penalty
 from pipeline.mixing import coefficient
 from pipeline.world import World
+from shards.settings import UserError
 
 K, VIEWS = 3, ("weak", "weak2")
 
@@ -178,6 +180,13 @@ def test_an_empty_labelled_set_is_read_as_no_division(monkeypatch) -> None:
     given = torch.from_numpy(method.data.given).long()
     method.begin_epoch(survey_of(method.judged([torch.zeros(45, K)] * 2, given)))
     assert (method.belief == 1).all()
+
+
+@pytest.mark.parametrize("words", ["dividemix method.threshold=1", "sfa method.threshold=1", "rrl method.use_above=1"])
+def test_a_bound_that_leaves_nothing_to_learn_from_is_refused(words: str) -> None:
+    """Nobody's chance is above 1: the training would run to its end without a step, or without a label."""
+    with pytest.raises(UserError, match=r"method\.(threshold|use_above).*less than 1"):
+        load([f"method.name={words.split()[0]}", words.split()[1]])
 
 
 @pytest.mark.parametrize("labelled", [1, 44, 45])

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pipeline.methods.base import Method
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]  # a bound that certainty passes
 
 
 class CrossEntropy(Settings):
@@ -165,7 +166,7 @@ class DivideMix(Settings):
     name: Literal["dividemix"] = "dividemix"
     warmup: Fraction = Field(0.167, description="part of the training by cross-entropy alone")
     warmup_batch: PositiveInt = Field(2, description="batch of the warm-up, in multiples of data.batch")
-    threshold: Fraction = Field(0.5, description="a label is kept when its chance to be right is above this")
+    threshold: BelowOne = Field(0.5, description="a label is kept when its chance to be right is above this")
     sharpening: PositiveFloat = Field(0.5, description="temperature of guessed labels; 1 leaves them as they are")
     mixup: NonNegativeFloat = Field(4.0, description="Beta(a,a) of the mixing; 0 = no mixing")
     unlabelled: NonNegativeFloat = Field(25.0, description="weight of the loss on samples without a label; 0 = they only serve as mixing partners")
@@ -206,7 +207,7 @@ class RRL(Settings):
     cleaning_start: Fraction = Field(0.025, description="part of the training before labels are doubted")
     neighbours: PositiveInt = Field(200, description="how many neighbours speak for a sample (all others, if there are fewer)")
     keep_above: Fraction = Field(0.1, description="a given label is kept when its score is above this")
-    use_above: Fraction = Field(0.9, description="a sample has a label at all when its largest score is above this")
+    use_above: BelowOne = Field(0.9, description="a sample has a label at all when its largest score is above this")
     contrastive: NonNegativeFloat = Field(1.0, description="weight of the instance contrastive loss")
     prototype: NonNegativeFloat = Field(5.0, description="weight of the prototype loss")
     prototype_ramp: Fraction = Field(0.0, description="part of the training in which that weight rises from 1")
