@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import resource
+import os
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -32,10 +35,32 @@ class Generated:
         return jpegs()[row % 256]
 
 
-def peak_mib() -> float:
+def peak_mib(process: str = "self") -> float:
     # Not ru_maxrss: that starts from the peak of whoever forked this process.
-    status = Path("/proc/self/status").read_text()
+    status = Path(f"/proc/{process}/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) / 1024
+
+
+class Watch(threading.Thread):
+    """The highest peak of all that this process starts, and what these start: writers are grandchildren."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.peaks: dict[str, float] = {}
+
+    def run(self) -> None:
+        while True:
+            for process in below(str(os.getpid())):
+                with suppress(OSError, IndexError):  # it has just ended
+                    self.peaks[process] = peak_mib(process)
+            time.sleep(0.05)
+
+
+def below(process: str) -> Iterator[str]:
+    with suppress(OSError):
+        for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():
+            yield child
+            yield from below(child)
 
 
 def build(samples: int, output: str) -> dict[str, float]:
@@ -58,10 +83,13 @@ def build(samples: int, output: str) -> dict[str, float]:
     }
     found = Collection("generated", [f"class {k}" for k in range(1000)], splits, Generated())
     config = BuildConfig(output=output, rho=1, noise=0.5, writers=2)
+    watch = Watch()
+    watch.start()
     begun = time.perf_counter()
     Build(store_at(output), config, found, lambda text: None).run()
-    children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-    return {"seconds": time.perf_counter() - begun, "peak_mib": peak_mib(), "writer_peak_mib": children}
+    seconds = time.perf_counter() - begun
+    highest, count = max(watch.peaks.values()), len(watch.peaks)
+    return {"seconds": seconds, "peak_mib": peak_mib(), "others": count, "highest_of_others_mib": highest}
 
 
 def current_bytes() -> int:
