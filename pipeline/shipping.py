@@ -37,6 +37,7 @@ from pipeline import journal
 from pipeline.journal import Record, read_cursor, write_cursor
 from shards.settings import UserError
 
+logging.getLogger("urllib3").setLevel(logging.ERROR)  # every retry would be told; we tell the outage
 BATCH = 500
 JOB_TAG = "evenhand.job"
 log = logging.getLogger(__name__)

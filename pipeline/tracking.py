@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import fcntl
 import getpass
+import json
 import logging
 import os
 import subprocess
@@ -323,11 +324,22 @@ def replay(folder: Path, uri: str) -> int:
                 raise UserError(f"MLflow at {redact(uri)}: {brief(error)}. {path} is kept; try again later.") from error
             shipped += shipper.shipped
             left += pending(path)
+            if path.name == JOURNAL:
+                _note_run(folder / "summary.json", shipper.run_id)
     if left:
         raise UserError(
             f"{left} artifacts were not taken by MLflow at {redact(uri)}; the rest is there. Try again later."
         )
     return shipped
+
+
+def _note_run(file: Path, run_id: str) -> None:
+    """A run that ended without a server did not know its id."""
+    summary = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if "run_id" in summary and not summary["run_id"]:
+        temporary = file.with_suffix(".tmp")
+        temporary.write_text(json.dumps(summary | {"run_id": run_id}, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(file)
 
 
 def _uri_of(folder: Path) -> str:

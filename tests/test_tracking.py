@@ -236,10 +236,15 @@ def test_the_journal_put_aside_of_a_job_that_died_is_replayed_as_failed(database
     stop(dead)
     other = start(config(), tmp_path, **{"method.name": "cross_entropy"})
     other.finish("FINISHED")
-    (tmp_path / "summary.json").write_text("{}")
+    (tmp_path / "summary.json").write_text('{"last": 1.0, "run_id": null}')
     tracking.replay(tmp_path, f"sqlite:///{database}")
-    found = {run.data.params["method.name"]: run.info.status for run in runs_in(database)}
-    assert found == {"prototypical": "FAILED", "cross_entropy": "FINISHED"}
+    found = {run.data.params["method.name"]: run.info for run in runs_in(database)}
+    assert {name: info.status for name, info in found.items()} == {
+        "prototypical": "FAILED",
+        "cross_entropy": "FINISHED",
+    }
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary == {"last": 1.0, "run_id": found["cross_entropy"].run_id}  # never a number without its run
 
 
 def test_a_journal_lost_with_its_machine_is_written_again_from_the_checkpoint(
