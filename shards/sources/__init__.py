@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Protocol
@@ -38,9 +38,11 @@ class Rows:
     def __len__(self) -> int:
         return len(self.given)
 
-    def names(self) -> list[str]:
-        out: list[Any] = self.keys.to_pylist()
-        return out
+    def names(self) -> Iterator[str]:
+        """The keys as text, some at a time: millions of Python strings are heavy."""
+        for start in range(0, len(self), 1 << 16):
+            names: list[Any] = self.keys.slice(start, 1 << 16).to_pylist()
+            yield from names
 
     def take(self, chosen: NDArray[np.bool_]) -> Rows:
         return Rows(self.keys.filter(pa.array(chosen)), self.given[chosen], self.true[chosen])

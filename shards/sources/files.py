@@ -155,6 +155,12 @@ def drop_missing(rows: Rows, root: str, split: str) -> tuple[Rows, list[tuple[st
     return rows.take(there), [(split, key, "missing file") for key in rows.take(~there).names()]
 
 
+def first_true(flags: pa.Array | pa.ChunkedArray) -> int | None:
+    """Where the first true stands; None: nowhere."""
+    place = pa.compute.index(flags, True).as_py()
+    return place if place >= 0 else None
+
+
 def present(root: str, keys: Iterable[str]) -> NDArray[np.bool_]:
     """Which keys exist, by listing each folder once: cheaper than asking for every file of a network disk."""
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from shards.config import BuildConfig
 from shards.settings import UserError
 from shards.sources import Collection
+from shards.sources.files import first_true
 
 
 def read_table(path: str, columns: list[str], optional: tuple[str, ...] = ()) -> pa.Table:
@@ -58,14 +59,11 @@ def read_table(path: str, columns: list[str], optional: tuple[str, ...] = ()) ->
             raise UserError(
                 f"{file}: column '{name}' ({column.type}) is not text or numbers. Write it as text."
             ) from None
-        if name in columns and text.null_count:
-            raise UserError(f"{file}, row {_first_null(text) + 1}: column '{name}' is empty. Fill it or drop the row.")
+        empty = first_true(text.is_null()) if name in columns else None
+        if empty is not None:
+            raise UserError(f"{file}, row {empty + 1}: column '{name}' is empty. Fill it or drop the row.")
         out[name] = text
     return pa.table(out)
-
-
-def _first_null(column: pa.Array) -> int:
-    return int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
 
 
 def to_numbers(column: pa.Array, classes: list[str], where: str) -> NDArray[np.int32]:

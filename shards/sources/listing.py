@@ -10,18 +10,20 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 from numpy.typing import NDArray
 
 from shards.config import BuildConfig
 from shards.settings import UserError
 from shards.sources import Collection, Log, Rows
-from shards.sources.files import FileReader, drop_missing, refuse_shared
+from shards.sources.files import FileReader, drop_missing, first_true, refuse_shared
 from shards.sources.folder import split_off
 from shards.sources.labels import read_table, to_numbers
 
 _TRAIN = {"train", "training", "0", "false"}
 _TEST = {"test", "val", "valid", "validation", "1", "true"}
-_OUTSIDE = re.compile(r"^([/\\]|[A-Za-z]:)|(^|[/\\])\.\.([/\\]|$)|\0")
+_OUTSIDE = r"^$|^([/\\]|[A-Za-z]:)|(^|[/\\])\.\.([/\\]|$)|\x00"
+_NOT_PLAIN = r"(^|/)\.(/|$)|//|/$"
 
 
 def collect(config: BuildConfig, log: Log) -> Collection:
@@ -39,7 +41,7 @@ def collect(config: BuildConfig, log: Log) -> Collection:
             )
         splits = {"train": rows, "test": _trusted(_rows(extra, classes, config.validation_path, config))}
     elif config.split_column in table.column_names:
-        test = _is_test(table[config.split_column].to_pylist(), config)
+        test = _is_test(table[config.split_column], config)
         splits = {"train": rows.take(~test), "test": _trusted(rows.take(test))}
         if not test.any():
             raise UserError(f"{config.path}: column '{config.split_column}' names no test picture. Add some.")
@@ -87,12 +89,7 @@ def _classes(tables: list[pa.Table], config: BuildConfig) -> list[str]:
 
 
 def _rows(table: pa.Table, classes: list[str], where: str, config: BuildConfig) -> Rows:
-    paths: list[Any] = table[config.path_column].to_pylist()
-    keys = [_key(path, row, where) for row, path in enumerate(paths, 1)]
-    first: dict[str, int] = {}
-    for row, key in enumerate(keys, 1):
-        if first.setdefault(key, row) != row:
-            raise UserError(f"{where}: rows {first[key]} and {row} both name '{key}'. Keep one of them.")
+    keys = _keys(table[config.path_column].combine_chunks(), where)
     given = to_numbers(table[config.label_column].combine_chunks(), classes, where)
     if (given < 0).any():
         row = int(np.flatnonzero(given < 0)[0]) + 1
@@ -100,28 +97,40 @@ def _rows(table: pa.Table, classes: list[str], where: str, config: BuildConfig) 
     true = np.full(len(given), -1, np.int32)
     if config.true_column in table.column_names:
         true = to_numbers(table[config.true_column].combine_chunks(), classes, where)
-    return Rows(pa.array(keys, pa.string()), given, true)
+    return Rows(keys, given, true)
 
 
-def _key(path: str, row: int, where: str) -> str:
-    if not path or _OUTSIDE.search(path):
+def _keys(paths: pa.Array, where: str) -> pa.Array:
+    """The paths in their plain form, each below the root and each once."""
+    bad = first_true(pa.compute.match_substring_regex(paths, _OUTSIDE))
+    if bad is not None:
         raise UserError(
-            f"{where}, row {row}: the path '{path}' is not below the root folder. Paths must be relative, without '..'."
+            f"{where}, row {bad + 1}: the path '{paths[bad]}' is not below the root folder. "
+            "Paths must be relative, without '..'."
         )
-    return posixpath.normpath(path)
+    odd = pa.compute.match_substring_regex(paths, _NOT_PLAIN)
+    plain: list[Any] = [posixpath.normpath(path) for path in paths.filter(odd).to_pylist()]
+    keys = pa.compute.replace_with_mask(paths, odd, pa.array(plain, pa.string()))
+    encoded = keys.dictionary_encode()
+    if len(encoded.dictionary) < len(keys):
+        numbers = encoded.indices.to_numpy()
+        _, first = np.unique(numbers, return_index=True)
+        again = int(np.setdiff1d(np.arange(len(keys)), first)[0])
+        before = int(np.flatnonzero(numbers == numbers[again])[0])
+        raise UserError(f"{where}: rows {before + 1} and {again + 1} both name '{keys[again]}'. Keep one of them.")
+    return keys
 
 
-def _is_test(values: list[str | None], config: BuildConfig) -> NDArray[np.bool_]:
-    out = np.zeros(len(values), bool)
-    for row, value in enumerate(values):
-        word = (value or "").strip().lower()
-        if word not in _TRAIN | _TEST:
-            raise UserError(
-                f"{config.path}, row {row + 1}: '{value}' in column '{config.split_column}' is no split. "
-                "Write train or test."
-            )
-        out[row] = word in _TEST
-    return out
+def _is_test(column: pa.ChunkedArray, config: BuildConfig) -> NDArray[np.bool_]:
+    words = pa.compute.utf8_lower(pa.compute.utf8_trim_whitespace(column.fill_null("")))
+    test = pa.compute.is_in(words, pa.array(sorted(_TEST)))
+    unknown = first_true(pa.compute.invert(pa.compute.or_(test, pa.compute.is_in(words, pa.array(sorted(_TRAIN))))))
+    if unknown is not None:
+        raise UserError(
+            f"{config.path}, row {unknown + 1}: '{column[unknown]}' in column '{config.split_column}' is no split. "
+            "Write train or test."
+        )
+    return test.to_numpy()
 
 
 def _trusted(rows: Rows) -> Rows:

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.csv
 
 from shards.config import BuildConfig
 from shards.settings import UserError
 from shards.sources import Collection, Log, Rows
-from shards.sources.files import FileReader, drop_missing, walk
+from shards.sources.files import FileReader, drop_missing, first_true, walk
 
 FIRST = "n01440764"
 VALIDATION_OF_A_CLASS = 50  # pictures, in both validation sets
@@ -89,10 +90,10 @@ def _list(root: Path, name: str, classes: int, prefix: str, whole: bool) -> Rows
             f"{file} cannot be read ({str(error).strip()}). Its lines must be 'path class-number'."
         ) from None
     labels = table["label"].to_numpy()
-    paths: list[str] = [f"{prefix}{path}" for path in table["path"].filter(pa.array(labels < classes)).to_pylist()]
-    bad = next((path for path in paths if path.startswith("/") or ".." in path.split("/")), None)
+    paths = table["path"].filter(pa.array(labels < classes)).combine_chunks()
+    bad = first_true(pa.compute.match_substring_regex(paths, r"^/|(^|/)\.\.(/|$)"))
     if bad is not None:
-        raise UserError(f"{file}: the path '{bad}' is not below the folder. Take the list as it was published.")
+        raise UserError(f"{file}: the path '{paths[bad]}' is not below the folder. Take the list as it was published.")
     if whole and len(labels) and labels.max() >= classes:
         raise UserError(
             f"{file}: class {labels.max()} is not in synsets.txt, which has {classes}. Take the lists of one release."
@@ -100,7 +101,8 @@ def _list(root: Path, name: str, classes: int, prefix: str, whole: bool) -> Rows
     kept = labels[labels < classes].astype(np.int32)
     if len(kept) and kept.min() < 0:
         raise UserError(f"{file}: a class number is negative. Take the list as it was published.")
-    return Rows(pa.array(paths, pa.string()), kept, np.full(len(kept), -1, np.int32))
+    keys = pa.compute.binary_join_element_wise(prefix, paths, "")
+    return Rows(keys, kept, np.full(len(kept), -1, np.int32))
 
 
 def _join(lists: list[Rows]) -> Rows:
