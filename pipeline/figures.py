@@ -216,6 +216,8 @@ def groups(runs: Sequence[Run]) -> Figure | None:
         width = 0.8 / len(runs)
         for place, (run, row, own) in enumerate(zip(runs, rows, looks(runs))):
             values = _finite(row)
+            if not values:
+                continue
             if len(runs) > MOST_BARS:
                 at = [float(GROUPS.index(g)) for g in values]
                 ax.plot(at, list(values.values()), label=run.label, markersize=5, linewidth=1, **own)

@@ -260,13 +260,15 @@ def _user() -> str:
         return str(os.getuid())
 
 
-def _commit() -> dict[str, str]:
-    """Which code this is: the commit of the source tree, or what an image was told when it was built."""
+def _commit(file: Path = Path(__file__)) -> dict[str, str]:
+    """Which code this is: the commit of the source tree, or what an image was told when it was built. A package that
+    was installed inside somebody's repository is not of that repository.
+    """
     known = os.environ.get("EVENHAND_COMMIT", "")
     if not known:
-        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        command = ["git", "-C", str(file.parent), "rev-parse", "HEAD", f"HEAD:./{file.name}"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            known = subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()
+            known = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.split()[0]
     return {"mlflow.source.git.commit": known} if known else {}
 
 

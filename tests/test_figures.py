@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex
 
 from pipeline import figures
 from pipeline.figures import Run, write_figures
@@ -100,6 +101,16 @@ def test_all_methods_at_once_are_named_below_the_picture_not_on_top_of_it() -> N
         assert all(ax.get_legend() is None for ax in figure.axes)
         (legend,) = figure.legends
         assert len(legend.get_texts()) >= len(METHODS)
+
+
+def test_the_names_have_the_colours_of_their_bars_where_a_run_has_only_one_of_the_panels() -> None:
+    runs = [Run(name, name, data(method=name)) for name in ("prototypical", "cross_entropy")]
+    del runs[1].data["group_f1"]
+    figure = figures.groups(runs)
+    assert figure is not None
+    (legend,) = figure.legends
+    shown = [to_hex(patch.get_facecolor()).upper() for patch in legend.get_patches()]
+    assert shown == [style(run.method)["color"] for run in runs]
 
 
 def test_two_runs_of_a_method_share_its_colour_and_nothing_else() -> None:

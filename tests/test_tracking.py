@@ -317,6 +317,17 @@ def test_everything_about_a_run_reaches_mlflow(database: Path, tmp_path: Path) -
     assert run.info.artifact_uri.startswith((database.parent / "mlartifacts").as_uri())
 
 
+def test_the_commit_is_that_of_our_code_not_of_a_repository_it_was_installed_in(tmp_path: Path) -> None:
+    for words in ("init -q", "-c user.name=a -c user.email=b commit -q --allow-empty -m other"):
+        subprocess.run(["git", "-C", str(tmp_path), *words.split()], check=True)
+    code = tmp_path / "tracking.py"
+    code.write_text("")
+    assert tracking._commit(code) == {}
+    for words in ("add tracking.py", "-c user.name=a -c user.email=b commit -q -m ours"):
+        subprocess.run(["git", "-C", str(tmp_path), *words.split()], check=True)
+    assert len(tracking._commit(code)["mlflow.source.git.commit"]) == 40
+
+
 def test_an_artifact_that_cannot_be_stored_does_not_hold_up_the_metrics(database: Path, tmp_path: Path) -> None:
     blocked = database.parent / "mlartifacts"
     blocked.write_text("a file where the folder should be")
