@@ -58,8 +58,9 @@ def main(argv: list[str]) -> int:
         status = "FAILED" if failed else "FINISHED"
     finally:
         parent.finish(status)
-    rows = table(out, jobs, configs)
-    _write(out, rows, argv)
+    rows = table(out, {name: words for name, words in jobs.items() if name not in failed}, configs)
+    if rows:
+        _write(out, rows, argv)
     for name, why in failed.items():
         print(f"{name} failed: {why}; its log is {out / name}.log", file=sys.stderr)
     return 1 if failed else 0
@@ -123,19 +124,18 @@ def _parent(config: Config, out: Path, keys: list[str]) -> NullTracker:
 
 
 def _run_all(settings: dict[str, list[str]], out: Path, jobs: int) -> dict[str, str]:
-    """Reasons of the runs that failed."""
+    """Reasons of the runs that failed. One that finished before, with these settings, says so and is left alone."""
     failed: dict[str, str] = {}
-    todo = {name: words for name, words in settings.items() if not (out / name / "summary.json").is_file()}
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
     with pool:
-        work = {pool.submit(_train, words, str(out / name) + ".log"): name for name, words in todo.items()}
+        work = {pool.submit(_train, words, str(out / name) + ".log"): name for name, words in settings.items()}
         for done, future in enumerate(as_completed(work), 1):
             name = work[future]
             error = future.exception()
             code = None if error else future.result()
             if error or code:
                 failed[name] = str(error) if error else f"exit code {code}"
-            print(f"[{done}/{len(todo)}] {name}{' FAILED' if name in failed else ''}", flush=True)
+            print(f"[{done}/{len(work)}] {name}{' FAILED' if name in failed else ''}", flush=True)
     return failed
 
 

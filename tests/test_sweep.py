@@ -39,6 +39,12 @@ def test_a_sweep_makes_one_row_for_all_seeds(digits, tmp_path, capsys) -> None:
     first = (out / "cross_entropy_seed0" / "summary.json").stat().st_mtime_ns
     assert sweep.main(words) == 0  # again: nothing is trained twice
     assert (out / "cross_entropy_seed0" / "summary.json").stat().st_mtime_ns == first
+    # With other settings the old numbers are not passed off as new ones.
+    (out / "results.json").unlink()
+    assert sweep.main([*words, "optim.lr=0.1"]) == 1
+    assert "optim.lr was 0.05, is 0.1" in (out / "cross_entropy_seed0.log").read_text()
+    assert not (out / "results.json").exists()
+    assert "exit code 2" in capsys.readouterr().err
 
 
 def test_a_sweep_is_one_parent_with_its_children_however_often_it_goes_on(digits, database, tmp_path) -> None:
