@@ -12,7 +12,9 @@ import multiprocessing
 import os
 import tempfile
 import threading
-import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from shards.picture import to_rgb
 from shards.settings import UserError
 from shards.sources import Log
 from shards.storage import Store
+from shards.write import born_deaf
 
 if TYPE_CHECKING:
     from shards.reader import Split
@@ -86,7 +89,6 @@ def _write_split(split: Split, path: str) -> None:
     page = LEAST_PAGE
     while page < _largest(split) + (1 << 16):
         page *= 2
-    threading.Thread(target=_watch, daemon=True).start()
     # One worker: with more, the order of pages depends on who is faster.
     writer = DatasetWriter(path, fields, page_size=page, num_workers=1)
     writer.from_indexed_dataset(_Samples(split))
@@ -106,14 +108,37 @@ def _largest(split: Split) -> int:
     return largest
 
 
-def _watch() -> None:
-    """FFCV waits for ever for a worker that died; we do not."""
+def _watch(builder: Connection) -> None:
+    """FFCV waits for ever for a worker that died, and its workers for ever for FFCV; we do not."""
     seen: set[Any] = set()
     while True:
-        time.sleep(0.2)
+        gone = builder.poll(0.2)  # nothing is ever sent: the other end was closed
         seen.update(multiprocessing.active_children())
-        if any(child.exitcode not in (None, 0) for child in seen):
+        if gone or any(child.exitcode not in (None, 0) for child in seen):
+            for child in seen:
+                child.kill()
             os._exit(1)
+
+
+def _begin(builder: Connection, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    threading.Thread(target=_watch, args=(builder,), daemon=True).start()
+    target(*arguments)
+
+
+def run_apart(target: Callable[..., None], *arguments: Any) -> bool:
+    """Call it in a fresh process; whether that went well. It and all it starts end with the caller, however that ends."""
+    context = multiprocessing.get_context("spawn")
+    theirs, ours = context.Pipe(duplex=False)
+    child = context.Process(target=_begin, args=(theirs, target, arguments))
+    with born_deaf():
+        child.start()
+    theirs.close()
+    try:
+        child.join()
+    finally:
+        ours.close()
+        child.join()
+    return child.exitcode == 0
 
 
 def require_ffcv() -> None:
@@ -129,15 +154,17 @@ def require_ffcv() -> None:
 def add_betons(store: Store, about: Manifest, only: bool, log: Log) -> Manifest:
     """The manifest with an FFCV file for each split, made from its tars; with `only`, without the tars."""
     paths = {name: store.temporary() for name in about.splits}
-    arguments = (store.url, about, {name: str(path) for name, path in paths.items()})
     log("Writing FFCV files ...")
-    child = multiprocessing.get_context("spawn").Process(target=_write, args=arguments)
-    child.start()
-    child.join()
-    if child.exitcode != 0:
+    try:
+        if not run_apart(_write, store.url, about, {name: str(path) for name, path in paths.items()}):
+            raise UserError("Writing FFCV files failed; the reason stands above. Try format=tar.")
+        return _publish(store, about, paths, only)
+    finally:
         for path in paths.values():
             path.unlink(missing_ok=True)
-        raise UserError("Writing FFCV files failed; the reason stands above. Try format=tar.")
+
+
+def _publish(store: Store, about: Manifest, paths: dict[str, Path], only: bool) -> Manifest:
     splits = {}
     for name, path in paths.items():
         with open(path, "rb") as file:

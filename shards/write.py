@@ -237,16 +237,11 @@ def _start_worker(job: Job, shared: Any) -> None:
     global _job, _shared
     _job, _shared = job, shared
     leave_out_pandas()
-    end_with_parent()
+    builder = parent_process()
 
-
-def end_with_parent() -> None:
-    """In a process that was started: a killed builder leaves no orphans behind."""
-    parent = parent_process()
-
-    def watch() -> None:
-        if parent is not None:
-            parent.join()
+    def watch() -> None:  # a killed builder leaves no orphans behind
+        if builder is not None:
+            builder.join()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -244,6 +244,45 @@ def test_stopped_while_a_writer_is_starting(times: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, b"stopped\n", b"")
 
 
+APART = """
+import multiprocessing, os, time
+from pathlib import Path
+from shards.beton import run_apart
+from shards.settings import run
+
+def work(place):
+    multiprocessing.set_start_method("fork", force=True)
+    worker = multiprocessing.Process(target=time.sleep, args=(1000,))
+    worker.start()
+    Path(place).write_text(f"{os.getpid()} {worker.pid}")
+    os.rename(place, f"{place}.done")
+    time.sleep(1000)
+
+def main(argv):
+    run_apart(work, argv[0])
+
+if __name__ == "__main__":
+    run(main)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_the_process_that_writes_ffcv_files_ends_with_the_build_and_so_do_its_workers(
+    how: signal.Signals, tmp_path: Path
+) -> None:
+    script, started = tmp_path / "apart.py", tmp_path / "started.done"
+    script.write_text(APART)
+    process = start([str(script)], [str(tmp_path / "started")])
+    until(started.exists)
+    if how == signal.SIGINT:
+        os.killpg(process.pid, how)
+    else:
+        process.kill()
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (STOPPED if how == signal.SIGINT else (-how, b""))
+    until(lambda: not any(_alive(int(number)) for number in started.read_text().split()))
+
+
 def test_ctrl_c_waits_for_a_good_moment_and_goes_to_the_handler_of_before() -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
