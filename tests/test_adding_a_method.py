@@ -47,5 +47,9 @@ def test_the_guide_leads_to_a_method_that_trains(tmp_path, digits) -> None:
     environment = {**worker_env(), "PYTHONPATH": str(tmp_path)}
     subprocess.run(run, cwd=tmp_path, env=environment, check=True, timeout=200)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["method"] == "label_smoothing"
+    for tool in (["pipeline.audit", "run"], ["pipeline.evaluate", "run"]):
+        subprocess.run([sys.executable, "-m", *tool], cwd=tmp_path, env=environment, check=True, timeout=200)
+    names = [sys.executable, "-c", "from launch.sweep import method_names; print(*method_names())"]
+    assert "label_smoothing" in subprocess.check_output(names, cwd=tmp_path, env=environment, text=True).split()
     test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_label_smoothing.py"]
     subprocess.run(test, cwd=tmp_path, env=environment, check=True, timeout=200)
