@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import http.server
 import multiprocessing
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -274,6 +276,43 @@ def test_nothing_is_built_at_a_web_address(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(storage.RemoteStore, "size", lambda *_: None)
     with pytest.raises(UserError, match=r"Nothing can be written to https://host/x\. Choose a folder"):
         ensure(config(folder, "https://host/x"), quiet)
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_shards_on_the_web_are_read_verified_and_looked_at(
+    ranges: bool, local: str, cache: CacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the simplest of servers, which lists folders as pages of links; with and without ranges."""
+
+    class Server(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *arguments: object) -> None:
+            super().__init__(*arguments, directory=local)
+
+        def do_GET(self) -> None:
+            wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")) if ranges else None
+            if wanted is None:
+                super().do_GET()
+                return
+            start, last = map(int, wanted.groups())
+            data = Path(self.translate_path(self.path)).read_bytes()[start : last + 1]
+            self.send_response(206)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        assert _digest(open_split(url, cache=cache)) == _digest(open_split(local))
+        told: list[str] = []
+        assert verify.verify(verify.VerifyConfig(url=url, cache=cache), told.append) == 0, told
+        assert open_split(url, cache=cache).peek(9) == bytes(open_split(local).read(9))
+        with pytest.raises(UserError, match="no finished shards at http://"):
+            open_split(f"{url}/nowhere")
+        server.shutdown()
 
 
 def test_secrets_do_not_reach_messages() -> None:
