@@ -51,8 +51,9 @@ class Unreachable(UserError):
 def patiently(action: Callable[[], T], what: str, deadline: float = 60.0) -> T:
     """Do it, again with growing pauses if it fails, until the deadline; what cannot improve fails at once."""
     end = time.monotonic() + deadline
-    pause = 0.25
+    usual = 0.25
     while True:
+        pause = usual * random.uniform(0.5, 1.5)
         try:
             return action()
         except UserError:
@@ -67,8 +68,8 @@ def patiently(action: Callable[[], T], what: str, deadline: float = 60.0) -> T:
                 raise
             if time.monotonic() + pause > end:
                 raise Unreachable(f"{what} could not be had within {deadline:g} s: {text}. Try again later.") from None
-        time.sleep(pause * random.uniform(0.5, 1.5))
-        pause = min(pause * 2, 15.0)
+        time.sleep(pause)
+        usual = min(usual * 2, 15.0)
 
 
 class Store(ABC):
