@@ -61,7 +61,7 @@ def patiently(action: Callable[[], T], what: str, deadline: float = 60.0) -> T:
         except FileNotFoundError:
             raise UserError(f"{what} is missing, or its bucket. Check the address.") from None
         except Exception as error:
-            text = f"{error or type(error).__name__}"
+            text = str(error) or type(error).__name__
             if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
                 raise UserError(f"{what} may not be read or written: {text}. Check the credentials.") from None
             if getattr(error, "errno", None) == errno.ENOSPC:
