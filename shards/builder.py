@@ -291,7 +291,7 @@ class Build:
             for shard in splits[split].shards:
                 self.store.remove(shard.name)
         self.store.remove_folder(".build")
-        rejected = f", {len(reasons)} rejected" if reasons else ""
+        rejected = f", {len(reasons)} rejected (rejected.parquet says why)" if reasons else ""
         samples = ", ".join(f"{info.samples} {split}" for split, info in splits.items())
         self.log(f"{self.store}: {samples} samples, {len(self.found.classes)} classes{rejected}.")
         return whole

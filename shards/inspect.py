@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 from shards.bias import counts_of
 from shards.config import CacheConfig
@@ -71,19 +72,16 @@ def _classes(split: Split, counts: dict[str, list[int]]) -> Table:
     judged = counts_of(split.given[known], classes)
     available = split.manifest.bias.available_counts
     table = Table(title=f"classes ({split.name})", title_justify="left", box=box.SIMPLE)
-    table.add_column("class", no_wrap=True, min_width=min(20, max(map(len, split.classes))))
+    table.add_column("class")  # the one that gives way on a narrow terminal
     others = [name for name in counts if name != split.name]
-    for column in ("source", "before noise", "given", "wrong"):
-        table.add_column(column, justify="right", max_width=8)
-    table.add_column("", no_wrap=True, min_width=12)
-    for column in others:
-        table.add_column(column, justify="right")
+    for column in ("source", "before\nnoise", "given", "wrong", "", *others):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
     most = max(1, *split.info.given_counts)
     shown = _spread(split.clean_counts, 40)
     for k in shown:
         given = split.info.given_counts[k]
         share = f"{wrong[k] / judged[k]:.0%}" if judged[k] else "?"
-        bar = "█" * max(1, round(12 * given / most)) if given else ""
+        bar = ("█" * max(1, round(12 * given / most)) if given else "").ljust(12)
         cells = [
             str(available[k]) if split.name == "train" else "",
             str(split.clean_counts[k]),
@@ -91,7 +89,8 @@ def _classes(split: Split, counts: dict[str, list[int]]) -> Table:
             share,
             bar,
         ]
-        table.add_row(escape(split.classes[k]), *cells, *(str(counts[name][k]) for name in others))
+        name = Text(" ".join(split.classes[k].split()), no_wrap=True, overflow="ellipsis")
+        table.add_row(name, *cells, *(str(counts[name][k]) for name in others))
     if len(shown) < classes:
         table.caption = f"{len(shown)} of {classes} classes, from large to small"
     return table

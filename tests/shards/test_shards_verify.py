@@ -141,6 +141,18 @@ def test_the_card_tells_classes_counts_noise_and_sizes(shards: Path, tmp_path: P
     assert "rejected: 1 (1 not a JPEG, PNG or WebP picture)" in text
 
 
+def test_long_names_give_way_to_numbers_on_a_narrow_terminal(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    root = fill(
+        tmp_path / "in", {f"{n} a class with a very long name of many words that go on and on": 9 for n in "ab"}
+    )
+    url = ensure(BuildConfig(source="folder", path=str(root), output=str(tmp_path / "out")), lambda _: None)
+    assert inspect.main([url, "sheet="]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if " a class" in line]
+    assert [row[0] for row in rows] == ["a", "b"]
+    assert all(row[-6:-2] == ["8", "8", "8", "?"] and row[-1] == "1" for row in rows), rows
+
+
 def test_the_contact_sheet_is_in_the_current_folder_and_said_to_be(shards: Path, tmp_path: Path, capsys) -> None:
     assert inspect.main([str(shards)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"Contact sheet: {tmp_path / 'contact_sheet.png'}"
