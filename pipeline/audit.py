@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +22,13 @@ from shards.settings import UserError
 
 if TYPE_CHECKING:
     from pipeline.runs import Opened
+    from shards.config import BuildConfig
     from shards.reader import Split
 
 NEIGHBOURS = 3
 ALL_QUERIES = 50_000  # up to here every sample gets its neighbours, above only the suspicious ones
 CANDIDATES = 200_000  # clean samples that neighbours are looked for among
-BLOCK = 2048
+SIMILARITIES = 1 << 25  # in memory at a time
 
 
 @dataclass
@@ -156,8 +158,9 @@ def _neighbours(embedding: np.ndarray, suspicious: np.ndarray, score: np.ndarray
     if not len(clean):
         return out
     targets = np.ascontiguousarray(embedding[clean].T, np.float32)
-    for first in range(0, len(queries), BLOCK):
-        rows = queries[first : first + BLOCK]
+    block = max(1, SIMILARITIES // len(clean))
+    for first in range(0, len(queries), block):
+        rows = queries[first : first + block]
         nearness = embedding[rows].astype(np.float32) @ targets
         nearness[rows[:, None] == clean[None, :]] = -np.inf  # not itself
         few = min(NEIGHBOURS, len(clean))
@@ -248,29 +251,40 @@ def apply(findings: Findings, opened: Opened, split: Split, test: Split | None, 
     if spared:
         names = ", ".join(split.classes[k] for k in spared[:10]) + (", ..." if len(spared) > 10 else "")
         print(f"nothing would be left of {names}: labels given as such are kept as they are")
-    config = opened.model.config.shards
-    root = Path(config.root or (Path(config.path).parent if config.source == "list" else config.path or "."))
-    by_path = bool(config.path) and all((root / key).is_file() for key in split.keys(range(min(50, len(split)))))
-    own_test = by_path and config.validation_path
-    if not by_path:
-        root = out / "pictures"
+    roots = _roots(opened.model.config.shards)
+    parts = {"train": split} | ({"test": test} if test else {})
+    firsts = [roots[name] / key for name, part in parts.items() for key in part.keys(range(min(50, len(part))))]
+    by_path = bool(opened.model.config.shards.path) and all(file.is_file() for file in firsts)
+    root = _shared(list(roots.values())) if by_path else out / "pictures"
     with (out / "labels.csv").open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
-        table.writerow(["path", "label", "true_label", *([] if own_test else ["split"])])
-        for part, name in ((split, "train"), (test, "test")):
-            if part is None or (own_test and name == "test"):
-                continue
+        table.writerow(["path", "label", "true_label", *(["split"] if test else [])])
+        for name, part in parts.items():
+            below = Path(os.path.relpath(roots[name], root)) if by_path else Path()
             paths = part.keys() if by_path else _copy_pictures(part, root, name)
-            for index, path in enumerate(paths):
-                if name == "train" and not keep[index]:
-                    continue
-                number = int(label[index]) if name == "train" else int(part.given[index])
+            labels, stays = (label, keep) if name == "train" else (part.given, np.ones(len(part), bool))
+            for index in np.flatnonzero(stays):
                 true = part.classes[part.true[index]] if part.true[index] >= 0 else ""
-                table.writerow([path, part.classes[number], true, *([] if own_test else [name])])
+                row = [(below / paths[index]).as_posix(), part.classes[labels[index]], true]
+                table.writerow([*row, *([name] if test else [])])
     words = ["python", "-m", "shards.build", "source=list", f"path={out / 'labels.csv'}", f"root={root}"]
-    if own_test:
-        words.append(f"validation_path={config.validation_path}")
     return shlex.join(words)
+
+
+def _roots(config: BuildConfig) -> dict[str, Path]:
+    """The folders that keys of training and test pictures start from, if the source has files at all."""
+    train, test = config.path or ".", config.validation_path or config.path or "."
+    if config.source == "list":
+        train, test = (config.root or str(Path(path).parent) for path in (train, test))
+    return {"train": Path(train), "test": Path(test)}
+
+
+def _shared(folders: list[Path]) -> Path:
+    """The folder that holds them all."""
+    if len(set(folders)) == 1:
+        return folders[0]
+    common = Path(os.path.commonpath([folder.absolute() for folder in folders]))
+    return common if any(folder.is_absolute() for folder in folders) else Path(os.path.relpath(common))
 
 
 def _copy_pictures(split: Split, root: Path, name: str) -> list[str]:

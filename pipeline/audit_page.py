@@ -97,7 +97,9 @@ def _rates(found: list[Rate], order: list[int], findings: Findings, classes: lis
 
 
 def _filter(classes: list[str]) -> str:
-    choices = "<option value=''>any</option>" + "".join(f"<option>{escape(name)}</option>" for name in classes)
+    # A value of its own, because the text of an option loses its double spaces.
+    choices = "<option value=''>any</option>"
+    choices += "".join(f"<option value='{escape(name)}'>{escape(name)}</option>" for name in classes)
     return (
         "<h2>The most suspicious pictures</h2><div class='filter'>"
         f"<label>given<select id='given'>{choices}</select></label>"

@@ -12,7 +12,7 @@ import pytest
 from mlflow_store import client_of
 from trained import Trained, command
 
-from pipeline.audit import Rate, _neighbours, corrected, examine, quality
+from pipeline.audit import Rate, _neighbours, apply, corrected, examine, quality
 from pipeline.runs import open_run
 from shards.build import ensure
 from shards.config import BuildConfig
@@ -102,6 +102,36 @@ def test_a_class_of_which_nothing_would_be_left_keeps_its_labels(trained: Traine
     left = np.bincount(label[keep], minlength=10)
     assert (left > 0).all()
     assert left.sum() == len(found.given)
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_corrected_labels_of_files_leave_the_pictures_where_they_are(
+    trained: Trained, tmp_path: Path, second: bool
+) -> None:
+    """Also where the test pictures lie in a folder of their own."""
+    for name, count in (("train", 300), ("test", 60)):
+        split = open_split(trained.shards, name)
+        for index in range(count):
+            folder = tmp_path / "pictures" / name / f"digit {split.true[index]}"
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"it's {index}.png").write_bytes(bytes(split.read(index)))
+    words = {"validation_path": str(tmp_path / "pictures" / "test")} if second else {}
+    own = BuildConfig(source="folder", path=str(tmp_path / "pictures" / "train"), output=str(tmp_path / "own"), **words)
+    shards = ensure(own)
+    opened = open_run(str(trained.folder / "model"))
+    opened.model.classes = [f"digit {k}" for k in range(10)]
+    opened.model.config = opened.model.config.model_copy(update={"shards": own})
+    split, test = opened.split("train", shards), opened.split("test", shards)
+    found = examine(opened, split)
+    line = apply(found, opened, split, test, tmp_path, "relabel")
+    command("shards.build", *shlex.split(line)[3:], f"output={tmp_path / 'cleaned'}")
+    assert not (tmp_path / "pictures" / "pictures").exists()
+    cleaned = open_split(str(tmp_path / "cleaned"))
+    assert len(cleaned) == len(split)
+    assert len(open_split(str(tmp_path / "cleaned"), "test")) == len(test)
+    label, _, _ = corrected(found, 10, "relabel")
+    by_name = {Path(key).name: split.classes[k] for key, k in zip(split.keys(), label)}
+    assert {Path(key).name: cleaned.classes[k] for key, k in zip(cleaned.keys(), cleaned.given)} == by_name
 
 
 def test_a_model_without_beliefs_is_audited_by_its_answers_or_by_a_threshold(trained: Trained) -> None:
