@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shards import manifest
-from shards.builder import Build, read_record, tidy
+from shards.builder import LOCAL, Build, read_record, tidy
 from shards.config import BuildConfig
 from shards.reader import read_manifest
 from shards.settings import UserError, load, run
@@ -53,6 +53,8 @@ def _finished(store: Store, config: BuildConfig) -> bool:
     options = record["options"] if record else manifest.parse(data, repr(store)).options
     made = BuildConfig().content() | options  # an option younger than the shards had its default
     wanted = config.content()
+    if record is None:  # a copy of the shards alone: where the input was is not known there
+        wanted = {key: value for key, value in wanted.items() if key not in LOCAL}
     differing = [key for key in wanted if made[key] != wanted[key]]
     if differing:
         listed = ", ".join(f"{key}={made[key]!r} (now {wanted[key]!r})" for key in differing[:4])

@@ -79,6 +79,15 @@ class Build:
         self.sizes: dict[str, int] = {}
 
     def run(self) -> Manifest:
+        try:
+            return self._run()
+        except OSError as error:
+            raise UserError(
+                f"Writing to {self.store} failed: {error}. Make room or check the rights, then run the same "
+                "command again: finished shards are kept."
+            ) from None
+
+    def _run(self) -> Manifest:
         self._check_rejected()
         plans = make_plan(self.found, self.config, {})
         self._begin(plans)
@@ -118,10 +127,7 @@ class Build:
             self._wait(lambda: self.store.read(RECORD, 1 << 20) == data, "rank 0 to begin")
         elif self.store.read(RECORD, 1 << 20) != data:
             self._clear()
-            try:
-                self.store.write(RECORD, data)
-            except OSError as error:
-                raise UserError(f"Cannot write to {self.store} ({error}). Choose another output.") from None
+            self.store.write(RECORD, data)
 
     def _clear(self) -> None:
         """Remove what an unfinished build left. Anything that is not ours is never touched."""
@@ -198,11 +204,6 @@ class Build:
             raise UserError(
                 "A writer process was killed, perhaps for want of memory. Run the command again (what is "
                 "finished is kept), with fewer writers if it happens again."
-            ) from None
-        except OSError as error:
-            raise UserError(
-                f"Writing to {self.store} failed: {error}. Make room or check the rights, then run the same "
-                "command again: finished shards are kept."
             ) from None
 
     def _round(self, number: int) -> dict[str, Any] | None:
@@ -360,11 +361,11 @@ class Build:
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
         """Look until it is so; give up when the build has made no step for long."""
-        news, last = time.monotonic(), -1
+        news, last = time.monotonic(), {"": -1}
         while not ready():
-            count = len(self.store.sizes(".build"))
-            if count != last:
-                news, last = time.monotonic(), count
+            there = self.store.sizes(".build")
+            if there != last:
+                news, last = time.monotonic(), there
             if time.monotonic() - news > PATIENCE:
                 raise UserError(f"Waited {PATIENCE:.0f} s in vain for {what}. Look at the logs of the other ranks.")
             time.sleep(0.2)

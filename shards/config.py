@@ -114,7 +114,7 @@ class BuildConfig(Settings):
     )
     decode_check: bool = Field(default=False, description="decode every picture even if its bytes stay untouched")
     max_pixels: int = Field(default=50_000_000, ge=1, description="larger pictures are rejected")
-    max_picture_mb: float = Field(default=64.0, gt=0, description="larger files are rejected")
+    max_picture_mb: float = Field(default=64.0, gt=0, le=2000, description="larger files are rejected")
     max_rejected: float = Field(
         default=0.01, ge=0, le=1, description="share of pictures that may be unusable before giving up"
     )

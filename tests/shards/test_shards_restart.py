@@ -399,6 +399,25 @@ def test_a_full_disk_is_a_sentence_and_finished_shards_are_kept(
     assert len(open_split(str(tmp_path / "out"))) > 0
 
 
+@pytest.mark.parametrize("name", ["build.json", "round-0.json", "train.parquet", "manifest.json"])
+def test_a_disk_that_is_full_at_the_end_is_a_sentence_too(
+    name: str, options, build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = contents(build("undisturbed", **options))
+    publish = LocalStore.publish
+
+    def full(self, local, target):
+        if target.endswith(name):
+            raise OSError(28, "No space left on device")
+        publish(self, local, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "publish", full)
+        with pytest.raises(UserError, match=r"No space left on device.*run the same command again"):
+            build("out", **options)
+    assert contents(build("out", **options)) == wanted
+
+
 def small_pngs(root: Path, each: int) -> Path:
     """Of about the same size, so that tars of as many samples have as many blocks."""
     rng = np.random.default_rng(0)

@@ -261,6 +261,13 @@ class TestWebVision:
         assert "ILSVRC-2012 validation: 2500 pictures." in said
         assert "1 listed files are missing, the first: google/q0007/3.jpg" in said
 
+    def test_what_is_odd_among_the_ilsvrc_pictures_is_told(self, tree: Path, build: Build) -> None:
+        ilsvrc = tree.parent / "ilsvrc"
+        (ilsvrc / "n01440764" / "away").symlink_to(tree)
+        url = build(source="webvision", path=str(tree), classes=2, imagenet=str(ilsvrc))
+        table = pa.parquet.read_table(Path(url) / "rejected.parquet").to_pylist()
+        assert table == [{"split": "imagenet", "key": "n01440764/away", "reason": "link leaves the folder"}]
+
     def test_both_parts_and_the_controlled_imbalance(self, tree: Path, build: Build) -> None:
         url = build(source="webvision", path=str(tree), parts="both", classes=10, rho=10)
         train = open_split(url)
