@@ -380,7 +380,8 @@ def main(argv: list[str]) -> int:
     out = settings.output_folder(options.out or inside / "audit")
     findings = examine(opened, split, options.threshold)
     write_tables(findings, split, out)
-    write_page(findings, split, opened.name, out / "audit.html", options.per_class)
+    name = opened.name + (f", MLflow run {opened.run_id}" if opened.run_id else "")
+    write_page(findings, split, name, out / "audit.html", options.per_class)
     report(findings, list(split.classes))
     print(f"wrote audit.html, audit.csv and audit.parquet to {out}")
     if options.log:

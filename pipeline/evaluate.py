@@ -98,7 +98,11 @@ def _print(name: str, opened: Opened, result: Evaluation) -> None:
 
 
 def _write(out: Path, opened: Opened, results: dict[str, Evaluation]) -> None:
-    facts = {"run": opened.name, "metrics": {name: result.metrics for name, result in results.items()}}
+    facts = {
+        "run": opened.name,
+        "run_id": opened.run_id,
+        "metrics": {name: result.metrics for name, result in results.items()},
+    }
     (out / "evaluation.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     for name, result in results.items():
         with (out / f"classes-{name}.csv").open("w", newline="", encoding="utf-8") as file:

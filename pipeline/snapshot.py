@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from shards.settings import UserError
-from shards.storage import LocalStore, RemoteStore, Store
+from shards.storage import LocalStore, RemoteStore, Store, patiently
 
 FORMAT = 1
 TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
@@ -248,14 +248,18 @@ def local(store: Store) -> Path:
     return store.root
 
 
+def _remote_names(store: RemoteStore) -> list[str]:
+    store.fs.invalidate_cache()
+    try:
+        return [path.rstrip("/").rsplit("/", 1)[-1] for path in store.fs.ls(store.at(""), detail=False)]
+    except FileNotFoundError:
+        return []
+
+
 def listed(store: Store) -> list[str]:
     """Names of everything that looks like a checkpoint, oldest first."""
     if isinstance(store, RemoteStore):
-        store.fs.invalidate_cache()
-        try:
-            names = [path.rstrip("/").rsplit("/", 1)[-1] for path in store.fs.ls(store.at(""), detail=False)]
-        except FileNotFoundError:
-            names = []
+        names = patiently(lambda: _remote_names(store), repr(store))
     else:
         root = local(store)
         names = [entry.name for entry in os.scandir(root) if entry.is_dir()] if root.is_dir() else []

@@ -154,6 +154,16 @@ def test_a_server_that_is_not_there_is_told_and_no_database_is_made(trained: Tra
     assert list(tmp_path.iterdir()) == []
 
 
+def test_checkpoints_in_a_bucket_without_credentials_are_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, "/dev/null")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(UserError, match=r"s3://bucket/run may not be read or written: .* Check the credentials"):
+        open_run("s3://bucket/run")
+
+
 def test_one_model_has_no_best_checkpoint_and_moved_shards_are_asked_for(trained: Trained, tmp_path: Path) -> None:
     for one in ("models:/digits/1", str(trained.folder / "model")):
         with pytest.raises(UserError, match="--best chooses among checkpoints"):
