@@ -332,8 +332,8 @@ def report(findings: Findings, classes: list[str]) -> None:
 
 def keep(opened: Opened, uri: str, out: Path) -> None:
     """Store tables and page among the artifacts of the run."""
-    from pipeline.runs import tracking_uri
     from pipeline.shipping import asking
+    from pipeline.tracking import tracking_uri
 
     own = opened.model.config.tracking.uri
     uri = uri or (own if own and "***" not in own else tracking_uri())

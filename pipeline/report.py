@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import os
 import sys
 from collections.abc import Sequence
 from html import escape
@@ -18,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.journal import redact
+from pipeline.tracking import DEFAULT_URI, tracking_uri
 from shards import settings
 from shards.settings import UserError
 
 if TYPE_CHECKING:
     from pipeline.results import Cell, Mean, Result, Row, Table
 
-DEFAULT_URI = "sqlite:///runs/mlflow.db"
 # Column of the comparison -> metric. Percent, except clean F1 (0..1) and seconds.
 COLUMNS = {
     "best": "final/best", "last": "final/last", "many": "test/many", "medium": "test/medium",
@@ -296,8 +295,7 @@ def main(argv: list[str]) -> int:
         help="folder for report.html and report.md (default: report)",
     )
     options = parser.parse_args(argv)
-    uri = options.uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
-    runs = write_report(uri, options.experiment, options.out)
+    runs = write_report(tracking_uri(options.uri), options.experiment, options.out)
     print_comparison(runs)
     print(f"wrote {options.out / 'report.html'} and {options.out / 'report.md'}")
     return 0

@@ -150,9 +150,6 @@ class Mean:
     spread: float | None
     runs: tuple[str, ...]
 
-    def __str__(self) -> str:
-        return f"{self.value:.2f}" + (f" ± {self.spread:.2f}" if self.spread is not None else "")
-
 
 def mean_of(runs: Iterable[Result], metric: str) -> Mean | None:
     found = [(r.metrics[metric], r.run_id) for r in runs if math.isfinite(r.metrics.get(metric, math.nan))]

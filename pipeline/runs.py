@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,12 +13,11 @@ import torch
 from pipeline.checkpoint import Loaded, read_checkpoint
 from pipeline.exported import FACTS, Model, load_exported, restore, stand_in
 from pipeline.journal import brief, redact
+from pipeline.tracking import tracking_uri
 from shards.config import BuildConfig
 from shards.reader import Split, open_split, read_manifest
 from shards.settings import UserError, validate
 
-DEFAULT_URI = "sqlite:///runs/mlflow.db"
-HELP = "output folder of a run, checkpoint (folder or URL), MLflow run id, or MLflow model (models:/NAME/1)"
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -58,10 +56,6 @@ def where(run: str, url: str, own: str) -> str:
     except UserError as error:
         raise UserError(f"{error} {run} was trained on them; if they are elsewhere now, add --shards.") from None
     return own
-
-
-def tracking_uri(uri: str = "") -> str:
-    return uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
 
 
 def open_run(run: str, uri: str = "", best: bool = False, shards: str = "", own_labels: bool = False) -> Opened:

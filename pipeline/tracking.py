@@ -41,9 +41,13 @@ SHIP_SECONDS = 2.0  # between batches
 LONGEST_PAUSE = 60.0  # between attempts while the server does not answer
 SAMPLE_SECONDS = 10.0  # between samples of CPU, memory and GPU use
 QUIET_SECONDS = 600.0  # that sampling lets a first epoch go before it
+DEFAULT_URI = str(TrackingConfig.model_fields["uri"].default)
 log = logging.getLogger(__name__)
 
-__all__ = ["NullTracker", "Status", "Tracker", "redact", "redact_all", "replay"]
+
+def tracking_uri(told: str = "") -> str:
+    """Where commands look for runs: what they were told, else the environment, else where training puts them."""
+    return told or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
 
 
 class NullTracker:
