@@ -38,7 +38,8 @@ TITLES = {
     "class_size": "Accuracy against class size",
 }
 MARK = "reduced"
-TEXT_COLUMNS = ("scale", "how", "recipe", "backbone", "seeds", "run ids", "status", "run id")
+TEXT_COLUMNS = ("scale", "how, and run ids", "recipe", "backbone", "seeds", "run ids", "status", "run id")
+WRAPPED = ("scale", "how, and run ids", "run ids")
 
 
 def shown(column: str, mean: Mean | None) -> str:
@@ -93,7 +94,7 @@ class Document:
             cells = []
             for place, cell in enumerate(row):
                 css = "left" if text[place] else ""
-                css += " wrap" if header[place] in ("scale", "how", "run ids") else ""
+                css += f" wrap {'ids' if 'run ids' in header[place] else ''}" if header[place] in WRAPPED else ""
                 css += " missing" if cell in ("not run", "–") else ""
                 cells.append(f"<td class='{css}'>{_marked(cell)}</td>")
             self.html.append(f"<tr>{''.join(cells)}</tr>")
@@ -201,8 +202,11 @@ def paper(doc: Document, runs: Sequence[Result]) -> None:
         doc.open(f"{_table_name(table.id)}: {table.title} ({run} of {every} cells run)", run > 0)
         doc.notes(table.notes)
         both = [f"{who} {column}" for who in ("paper", "ours") for column in table.columns]
-        header = ["data", "method", *both, "n", "scale", "how", "run ids"]
-        doc.table(header, [_cell(table, cell) for cell in table.cells], left=2)
+        datasets = {cell.where.partition(" ")[0] for cell in table.cells}
+        first = datasets.pop() if len(datasets) == 1 else "data"
+        rows = [_cell(table, cell) for cell in table.cells]
+        rows = [[row[0].removeprefix(f"{first} "), *row[1:]] for row in rows]
+        doc.table([first, "method", *both, "n", "scale", "how, and run ids"], rows, left=2)
         doc.close()
 
 
@@ -213,13 +217,13 @@ def _table_name(ident: str) -> str:
 def _cell(table: Table, cell: Cell) -> list[str]:
     printed = [_percent(cell.paper.get(column)) for column in table.columns]
     if not cell.rows:
-        return [cell.where, cell.shown, *printed, *("not run" for _ in table.columns), *[""] * 4]
+        return [cell.where, cell.shown, *printed, *("not run" for _ in table.columns), *[""] * 3]
     row = cell.rows[0]
     ours = [shown(column, cell.ours[column]) for column in table.columns]
     _, recipe, epochs, backbone, _, ids = about(row)
     scale = f"[{MARK}] {'; '.join(cell.reduced)}" if cell.reduced else "as in the paper"
-    how = f"{recipe} recipe, {epochs} epochs, {backbone}"
-    return [cell.where, cell.shown, *printed, *ours, str(len(row.runs)), scale, how, ids]
+    how = f"{recipe} recipe, {epochs} epochs, {backbone}: {ids}"
+    return [cell.where, cell.shown, *printed, *ours, str(len(row.runs)), scale, how]
 
 
 def _percent(value: float | None) -> str:

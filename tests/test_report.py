@@ -71,6 +71,19 @@ def test_seeds_become_mean_and_spread_with_their_run_ids() -> None:
     assert found.reduced == ()
 
 
+def test_a_number_of_ours_stands_in_one_line_with_its_scale_and_its_runs(tmp_path: Path) -> None:
+    doc = report.Document(tmp_path)
+    runs = [result("aaa", seed=0, last=60.0), result("bbb", seed=1, last=64.0)]
+    report.paper(doc, [*runs, result("ccc", "cross_entropy", last=30.0, **{"train.epochs": "30"})])
+    ours = [line for line in doc.markdown if line.startswith("| rho=") and "not run" not in line]
+    assert len(ours) == 3  # the same runs answer the appendix's table of thresholds
+    rival, method, _ = ours
+    assert "| 62.00 ± 2.83 | 2 | as in the paper |" in method
+    assert method.endswith("preact_resnet18 width 64: aaa, bbb |")
+    assert "| [reduced] epochs 30 of 200 |" in rival
+    assert rival.endswith(": ccc |")
+
+
 def test_a_smaller_run_stands_on_its_own_line_and_says_in_what_it_is_smaller() -> None:
     short = result("c", **{"train.epochs": "30", "model.width": "16"})
     lines = cell([result("a"), short], "table1", "Prototypical Classifier")
