@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -101,7 +102,8 @@ def main(argv: list[str]) -> int:
     place = ensure(config, log, rank, world)
     if rank == 0 and not config.url:
         tidy(store_at(place), read_manifest(place))
-    log(f"Finished shards: {store_at(place)}. Look at them with: python -m shards.inspect {store_at(place)}")
+    shown = repr(store_at(place))
+    log(f"Finished shards: {shown}. Look at them with: python -m shards.inspect {shlex.quote(shown)}")
     return 0
 
 

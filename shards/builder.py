@@ -81,10 +81,12 @@ class Build:
     def run(self) -> Manifest:
         try:
             return self._run()
+        except BrokenPipeError:  # nobody reads the log any more
+            raise
         except OSError as error:
             raise UserError(
-                f"Writing to {self.store} failed: {error}. Make room or check the rights, then run the same "
-                "command again: finished shards are kept."
+                f"Writing to {self.store} failed: {error}. Make room, check the rights or choose another output, "
+                "then run the same command again: finished shards are kept."
             ) from None
 
     def _run(self) -> Manifest:

@@ -18,6 +18,12 @@ NoiseKind = Literal["prior", "effective", "symmetric", "asymmetric", "none"]
 BIASED_BY_NATURE = ("webvision", "folder", "list")
 # Settings that change how or where a build happens, never what comes out of it.
 _NOT_CONTENT = {"url", "output", "writers", "max_rejected", "download"}
+# Files that some sources would never look at; whoever names one expects it to count.
+_ONLY_FOR = {
+    "labels": ("digits", "cifar10", "cifar100"),
+    "imagenet": ("webvision",),
+    "validation_path": ("folder", "list"),
+}
 
 
 def _local(path: str) -> str:
@@ -149,6 +155,11 @@ class BuildConfig(Settings):
             raise ValueError("labels brings its own noise; set noise=0, or leave labels out.")
         if not self.url and self.source in BIASED_BY_NATURE and not self.path:
             raise ValueError(f"source={self.source} needs path=..., where the pictures are.")
+        for name, sources in _ONLY_FOR.items():
+            if not self.url and getattr(self, name) and self.source not in sources:
+                raise ValueError(
+                    f"{name} is for source={' or '.join(sources)}; with source={self.source} leave it out."
+                )
         return self
 
     def content(self) -> dict[str, Any]:

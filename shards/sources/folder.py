@@ -81,6 +81,10 @@ def collect(config: BuildConfig, log: Log) -> Collection:
                 "Both need the same class folders."
             )
         test, more = scan(Path(config.validation_path), classes, "test", log)
+        if not len(test):
+            raise UserError(
+                f"{config.validation_path} holds no picture of a class. Like {root} it must hold one folder for each."
+            )
         refuse_shared(rows, test, roots)
         splits, rejected = {"train": rows, "test": test}, rejected + more
     else:

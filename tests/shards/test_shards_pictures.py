@@ -321,6 +321,12 @@ class TestBuildWithBadPictures:
         with pytest.raises(UserError, match=r"holds the class 'cow', which .* does not have"):
             build(source="folder", path=str(root), validation_path=str(other))
 
+    def test_a_validation_folder_without_classes(self, root: Path, tmp_path: Path, build: Build) -> None:
+        fill(tmp_path / "val", {"ant": 0})
+        for place in (tmp_path / "val", root / "ant"):
+            with pytest.raises(UserError, match=rf"{place} holds no picture of a class.*one folder for each"):
+                build(source="folder", path=str(root), validation_path=str(place))
+
     def test_resized_shards(self, root: Path, build: Build) -> None:
         train = open_split(build(source="folder", path=str(root), resize=8))
         for index in range(len(train)):
