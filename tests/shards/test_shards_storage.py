@@ -346,7 +346,7 @@ def _fetch_in_process(remote_folder: str, cache_folder: str, log: str) -> None:
 
 
 def test_processes_of_one_machine_share_one_copy(local: str, tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")
     arguments = (local, str(tmp_path / "cache"), str(tmp_path / "log"))
     ranks = [context.Process(target=_fetch_in_process, args=arguments) for _ in range(3)]
     for rank in ranks:
@@ -384,7 +384,7 @@ def test_processes_keep_the_budget_together(local: str, tmp_path: Path) -> None:
     about = read_manifest(local).splits["train"]
     budget = about.table.bytes + 3 * max(shard.bytes for shard in about.shards)
     cache = CacheConfig(folder=str(tmp_path / "cache"), max_gb=budget / 1e9, reserve_gb=0, ahead=1, deadline=30)
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")
     ranks = [context.Process(target=_wander, args=(local, cache, seed)) for seed in range(3)]
     for rank in ranks:
         rank.start()
