@@ -100,18 +100,18 @@ def finish(config: Config, trainer: Trainer, folder: Path) -> dict[str, Any] | N
 
     write_figures(folder, _figure_data(trainer, test, confidence))
     (folder / "manifest.json").write_bytes(split.manifest.to_bytes())
-    summary = summarise(config, trainer)
-    _write_json(folder / "summary.json", summary)
-    tracker = trainer.tracker
+    summary, tracker = summarise(config, trainer), trainer.tracker
     final = {f"final/{key}": summary[key] for key in ("best", "last", "mean_last10") if summary[key] is not None}
     tracker.log(trainer.epochs_done, final)
-    for name in ("config.yaml", "manifest.json", "summary.json", "classes.csv", "confusion.csv", "figures"):
+    for name in ("config.yaml", "manifest.json", "classes.csv", "confusion.csv", "figures"):
         tracker.artifact(folder / name)
     if config.tracking.log_model:
         from pipeline.exported import export_model
 
         exported = export_model(trainer.method, config, split.classes, split.clean_counts.tolist(), folder / "model")
         tracker.model(exported, config.tracking.register_as)
+    _write_json(folder / "summary.json", summary)  # last: with it the run counts as finished
+    tracker.artifact(folder / "summary.json")
     return summary
 
 

@@ -13,7 +13,7 @@ import torch
 from ranks import on_ranks
 
 from pipeline import config as configuration
-from pipeline import train
+from pipeline import exported, train
 from pipeline.pulse import Stopped
 from pipeline.world import World
 
@@ -217,6 +217,30 @@ def test_thirty_steps_follow_the_golden_curve(digits, tmp_path) -> None:
     assert losses[:8] == pytest.approx(golden[:8], rel=1e-4)  # warm-up and the epoch before cleaning
     # Cleaning says yes or no: on another processor a label at the threshold may fall on the other side.
     assert losses[8:] == pytest.approx(golden[8:], rel=2e-2)
+
+
+def test_killed_while_its_results_are_written_a_run_writes_them_at_the_next_start(
+    digits, tmp_path, monkeypatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    export = exported.export_model
+
+    def killed(*arguments: Any) -> None:
+        export(*arguments)
+        raise Killed
+
+    words = [f"shards.url={digits}", f"output={tmp_path}", *QUICK, "train.epochs=1"]
+    monkeypatch.setattr(exported, "export_model", killed)
+    with pytest.raises(Killed):
+        train.main(words)
+    assert not (tmp_path / "summary.json").exists()
+    monkeypatch.setattr(exported, "export_model", export)
+    assert train.main(words) == 0
+    assert json.loads((tmp_path / "summary.json").read_text())["epochs"] == 1
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    assert kinds.count("model") == 1
 
 
 def test_a_checkpoint_of_another_training_is_refused(digits, tmp_path) -> None:
