@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -99,8 +100,16 @@ def _checkpoint(run: str, loaded: Loaded, shards: str, own_labels: bool) -> Open
     model = restore(
         tree["config"], data["classes"], given, counts, tree["method"], _device(), position=tree["position"]
     )
-    run_id = tree.get("tracking", {}).get("run_id") or ""
+    run_id = tree.get("tracking", {}).get("run_id") or _told_later(Path(run))
     return Opened(f"{run} ({loaded.name})", model, tree["position"], place, run_id)
+
+
+def _told_later(run: Path) -> str:
+    """The run id from the summary: a short run has saved its last checkpoint before MLflow answered."""
+    for folder in (run, *run.parents[:2]):
+        if (folder / "summary.json").is_file():
+            return json.loads((folder / "summary.json").read_text(encoding="utf-8")).get("run_id") or ""
+    return ""
 
 
 def _mlflow_run(run_id: str, uri: str, best: bool, shards: str, own_labels: bool) -> Opened:

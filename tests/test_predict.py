@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from mlflow_store import client_of
-from trained import Trained, command
+from trained import Trained, command, train
 
 from pipeline.runs import open_run
 from shards.build import ensure
@@ -143,6 +143,16 @@ def test_a_run_id_finds_its_own_checkpoints_and_never_those_of_another_run_at_th
     opened = open_run(trained.run_id, trained.uri)
     assert opened.position is not None
     assert open_run("models:/digits/1", trained.uri).run_id == trained.run_id
+
+
+def test_a_short_run_knows_its_id_by_its_summary(trained: Trained, tmp_path: Path) -> None:
+    train(trained.shards, f"output={tmp_path / 'run'}", "tracking.uri=")  # no id in any checkpoint
+    newest = max((tmp_path / "run" / "checkpoints").iterdir())
+    assert open_run(str(newest)).run_id == ""
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    (tmp_path / "run" / "summary.json").write_text(json.dumps(summary | {"run_id": "f" * 32}))
+    for place in (tmp_path / "run", tmp_path / "run" / "checkpoints", newest):
+        assert open_run(str(place)).run_id == "f" * 32
 
 
 def test_a_server_that_is_not_there_is_told_and_no_database_is_made(trained: Trained, tmp_path: Path) -> None:
