@@ -128,7 +128,7 @@ def _careful(image: Image.Image, data: bytes, rules: Rules) -> tuple[bytes, str]
     shrink = 0 < rules.resize < min(width, height)
     if ordinary and not shrink:
         return data, extension
-    upright = to_rgb(ImageOps.exif_transpose(image))
+    upright = to_rgb(ImageOps.exif_transpose(image) if turned else image)
     if shrink:
         return _jpeg(_shrunk(upright, upright.size, rules.resize), rules.quality), "jpg"
     if extension == "jpg":
@@ -140,13 +140,14 @@ def _careful(image: Image.Image, data: bytes, rules: Rules) -> tuple[bytes, str]
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """Eight-bit colour: 16-bit grey scaled, transparency laid on white, CMYK and palettes converted."""
-    if image.mode.startswith("I") or image.mode == "F":
-        grey = np.asarray(image)
-        return Image.fromarray((np.clip(grey, 0, 65535) / 257.0 + 0.5).astype(np.uint8)).convert("RGB")
+    if image.mode.startswith("I"):
+        grey = np.clip(np.asarray(image), 0, 65535).astype(np.uint32)  # in whole numbers: it may be a large picture
+        return Image.fromarray(((grey + 128) // 257).astype(np.uint8)).convert("RGB")
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
-        clear = image.convert("RGBA")
-        white = Image.new("RGBA", clear.size, (255, 255, 255, 255))
-        return Image.alpha_composite(white, clear).convert("RGB")
+        clear = image if image.mode == "RGBA" else image.convert("RGBA")
+        white = Image.new("RGB", clear.size, "white")
+        white.paste(clear, mask=clear.getchannel("A"))
+        return white
     return image.convert("RGB")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import struct
+import subprocess
+import sys
 import warnings
 import zlib
 from pathlib import Path
@@ -116,6 +118,8 @@ class TestConversion:
         wanted.paste("blue", (0, 0, 20, 20))
         self.near(encode(clear, "png"), wanted, 0.01)
         self.near(encode(clear, "webp", lossless=True), wanted, 0.01)
+        half = Image.new("RGBA", (40, 20), (255, 0, 0, 128))
+        self.near(encode(half, "png"), Image.new("RGB", (40, 20), (255, 127, 127)), 0.01)
 
     def test_sixteen_bit_grey(self) -> None:
         ramp = np.linspace(0, 65535, 40 * 20).reshape(20, 40)
@@ -165,6 +169,23 @@ class TestConversion:
     def test_the_word_exif_inside_a_comment_is_no_exif(self, colours: Image.Image) -> None:
         data = encode(colours, "jpeg", quality=95, comment=b"not really Exif\0\0")
         assert admit(data, UNTOUCHED)[0] == data
+
+
+def test_the_largest_pictures_need_less_than_a_gibibyte() -> None:
+    """As large as max_pixels lets pass, with transparency: several copies of it would be too many."""
+    program = (
+        "import io, sys; sys.path.insert(0, sys.argv[1])\n"
+        "from PIL import Image\n"
+        "from shards_million import peak_mib\n"
+        "from shards.config import BuildConfig\n"
+        "from shards.picture import Rules, admit\n"
+        "out = io.BytesIO()\n"
+        "Image.new('RGBA', (7000, 7000), (1, 2, 3, 100)).save(out, 'png', compress_level=1)\n"
+        "admit(out.getvalue(), Rules.of(BuildConfig(resize=256)))\n"
+        "print(peak_mib())"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(Path(__file__).parent)], capture_output=True, text=True)
+    assert float(done.stdout) < 1024, done.stderr
 
 
 class TestResize:
