@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from pydantic import Field, NonNegativeInt
 from torch import Tensor
 
 from pipeline.config import Config
@@ -29,13 +30,14 @@ from pipeline.journal import redact_all
 from pipeline.methods.base import Method
 from pipeline.methods.options import load_method
 from pipeline.world import World
-from shards.settings import UserError, validate
+from shards.settings import Settings, UserError, merge, validate
 
 if TYPE_CHECKING:
     import pandas as pd
 
 WEIGHTS, FACTS, FORMAT = "weights.safetensors", "model.json", 1
 LARGE = 1 << 20
+MOST_SAMPLES = 1 << 31
 BATCH = 64
 Picture = bytes | memoryview | np.ndarray
 
@@ -139,18 +141,35 @@ def export_model(
     return folder
 
 
+class Facts(Settings):
+    """model.json"""
+
+    format: int
+    config: dict[str, Any]
+    classes: list[str] = Field(min_length=1)
+    given_counts: list[NonNegativeInt]
+    clean_counts: list[NonNegativeInt] = Field(default_factory=list)
+    left_out: list[str]
+
+
 def load_exported(folder: Path, device: torch.device | None = None) -> Model:
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        tree = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        if not isinstance(tree, dict) or tree.get("format") != FORMAT:
+            raise ValueError(f"{FACTS} is not of format {FORMAT}")
+        facts = validate(Facts, tree, str(folder / FACTS))
+        if not len(facts.classes) == len(facts.given_counts) == len(facts.clean_counts or facts.classes):
+            raise ValueError(f"{FACTS} does not count every class")
+        if sum(facts.given_counts) > MOST_SAMPLES:
+            raise ValueError(f"{FACTS} counts more samples than there can be")
         tensors = load_file(folder / WEIGHTS)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder} does not hold an exported model ({error}). Give a run's model folder.") from None
-    if facts.get("format") != FORMAT:
-        raise UserError(f"{folder} was exported in format {facts.get('format')}; this version reads {FORMAT}.")
-    given, counts = stand_in(facts["given_counts"]), facts.get("clean_counts", facts["given_counts"])
-    return restore(facts["config"], facts["classes"], given, counts, tensors, device, set(facts["left_out"]))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"{folder} does not hold a whole model ({error}). Take another copy of it.") from None
+    given, counts = stand_in(facts.given_counts), facts.clean_counts or facts.given_counts
+    return restore(facts.config, facts.classes, given, counts, tensors, device, set(facts.left_out))
 
 
 def stand_in(given_counts: Sequence[int]) -> np.ndarray:
@@ -171,12 +190,15 @@ def restore(
     """The model from its settings and weights, at the end of its training or where `position` says; neither the
     shards nor a file of pretrained weights is needed.
     """
-    tree = {**config_tree, "model": {**config_tree["model"], "pretrained": "", "compile": False}}
+    tree = merge(config_tree, {"model": {"pretrained": "", "compile": False}})
     config = validate(Config, tree, "this model")
     data = TrainingSet(given, len(classes), config.seed, config.data.batch)
     world = World(device=device or torch.device("cpu"))
     method = load_method(config.method.name)(config, data, world)
-    result = method.load_state_dict(tensors, strict=False)
+    try:
+        result = method.load_state_dict(tensors, strict=False)
+    except RuntimeError as error:  # other shapes
+        raise UserError(f"The weights do not fit {config.method.name}: {str(error).splitlines()[-1].strip()}") from None
     wrong = [*result.unexpected_keys, *(set(result.missing_keys) - (left_out or set()))]
     if wrong:
         raise UserError(f"The weights do not fit {config.method.name}: {', '.join(sorted(wrong)[:5])}.")

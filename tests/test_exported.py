@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from launch.sweep import method_names
 from pipeline import exported
 from pipeline.config import Config
 from pipeline.exported import Model, export_model, load_exported, restore
+from shards.settings import UserError
 
 NAMES = [f"class {k}" for k in range(CLASSES)]
 COUNTS = [30, 10, 5]
@@ -84,3 +86,39 @@ def test_what_is_no_picture_is_told_and_the_others_are_answered() -> None:
     assert [ok for ok, _ in found] == [True, False, False, False, False, True]
     assert found[2][1] == "a picture is bytes or a uint8 array, not str"
     assert all(ok != bool(problem) for ok, problem in found)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "told"),
+    [
+        ("model.json", b"x", "does not hold a whole model"),
+        ("model.json", b'{"format": 9}', "not of format 1"),
+        ("model.json", b'{"format": 1}', "classes"),
+        ("weights.safetensors", b"half", "does not hold a whole model"),
+        ("weights.safetensors", None, "does not hold a whole model"),
+    ],
+)
+def test_a_damaged_model_is_told_by_a_sentence(tmp_path: Path, file: str, text: bytes | None, told: str) -> None:
+    course = Course(small("cross_entropy"))
+    export_model(course.method, course.config, NAMES, COUNTS, tmp_path)
+    if text is None:
+        (tmp_path / file).unlink()
+    else:
+        (tmp_path / file).write_bytes(text)
+    with pytest.raises(UserError, match=told):
+        load_exported(tmp_path)
+
+
+def test_a_model_whose_facts_do_not_fit_is_told_by_a_sentence(tmp_path: Path) -> None:
+    course = Course(small("cross_entropy"))
+    export_model(course.method, course.config, NAMES, COUNTS, tmp_path)
+    facts = json.loads((tmp_path / exported.FACTS).read_text())
+    width = facts["config"] | {"model": facts["config"]["model"] | {"width": 8}}
+    for wrong, told in (
+        ({"classes": NAMES[:2]}, "does not count every class"),
+        ({"given_counts": [10**12] * 3}, "more samples than there can be"),
+        ({"config": width}, "do not fit cross_entropy: size mismatch"),
+    ):
+        (tmp_path / exported.FACTS).write_text(json.dumps(facts | wrong))
+        with pytest.raises(UserError, match=told):
+            load_exported(tmp_path)
