@@ -344,18 +344,21 @@ class Build:
 
     def _publish_table(self, name: str, tables: Iterable[pa.Table]) -> FileInfo:
         temporary = self.store.temporary()
-        writer = None
-        for table in tables:
-            writer = writer or pa.parquet.ParquetWriter(temporary, table.schema, compression="zstd")
-            writer.write_table(table)
-        if writer is None:
-            raise UserError("A split without a single picture cannot be stored. Check the validation settings.")
-        writer.close()
-        with open(temporary, "rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        info = FileInfo(name=name, bytes=temporary.stat().st_size, sha256=sha256)
-        self.store.publish(temporary, name)
-        return info
+        try:
+            writer = None
+            for table in tables:
+                writer = writer or pa.parquet.ParquetWriter(temporary, table.schema, compression="zstd")
+                writer.write_table(table)
+            if writer is None:
+                raise UserError("A split without a single picture cannot be stored. Check the validation settings.")
+            writer.close()
+            with open(temporary, "rb") as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            info = FileInfo(name=name, bytes=temporary.stat().st_size, sha256=sha256)
+            self.store.publish(temporary, name)
+            return info
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def _wait_for_manifest(self) -> Manifest:
         self._wait(lambda: self.store.size(manifest.FILE) is not None, "rank 0 to finish")

@@ -253,8 +253,11 @@ class RemoteStore(Store):
             self._patiently(lambda: self.fs.pipe_file(self.at(name), data), name)
             return
         temporary = self.temporary()
-        temporary.write_bytes(data)
-        self.publish(temporary, name)
+        try:
+            temporary.write_bytes(data)
+            self.publish(temporary, name)
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def temporary(self) -> Path:
         return Path(tempfile.gettempdir()) / f"evenhand-{uuid.uuid4().hex}.tmp"

@@ -22,34 +22,27 @@ def read_table(path: str, columns: list[str], optional: tuple[str, ...] = ()) ->
     file = Path(path)
     if not file.is_file():
         raise UserError(f"There is no label list {file}. Check the path.")
+    parquet = file.suffix == ".parquet"
     try:
-        if file.suffix == ".parquet":
-            table = pa.parquet.read_table(file)
+        names = pa.parquet.read_schema(file).names if parquet else pa.csv.open_csv(file).schema.names
+        chosen = _chosen(file, names, columns, optional)
+        if parquet:
+            table = pa.parquet.read_table(file, columns=chosen)
         else:
             # Everything is text at first: class '007' must not become 7, nor 'NA' nothing.
-            names = pa.csv.open_csv(file).schema.names
-            types = pa.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
+            types = pa.csv.ConvertOptions(
+                include_columns=chosen, column_types=dict.fromkeys(chosen, pa.string()), strings_can_be_null=False
+            )
             table = pa.csv.read_csv(
                 file, convert_options=types, parse_options=pa.csv.ParseOptions(newlines_in_values=True)
             )
     except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
-        kind = "Parquet" if file.suffix == ".parquet" else "CSV"
         raise UserError(
-            f"{file} cannot be read as {kind} ({str(error).strip()}). "
+            f"{file} cannot be read as {'Parquet' if parquet else 'CSV'} ({str(error).strip()}). "
             "Write it as CSV in UTF-8 with a header line, or as .parquet."
         ) from None
-    missing = [name for name in columns if name not in table.column_names]
-    if missing:
-        raise UserError(
-            f"{file} has no column '{missing[0]}'; its first line has {', '.join(map(repr, table.column_names[:9]))}. "
-            "It must name the columns, with commas between them; path_column, label_column, true_column and "
-            "split_column say which is which."
-        )
-    chosen = columns + [name for name in optional if name in table.column_names]
     out = {}
     for name in chosen:
-        if table.column_names.count(name) > 1:
-            raise UserError(f"{file} has two columns '{name}'. Rename one of them.")
         column = table[name]
         try:
             if isinstance(column.type, pa.DictionaryType):
@@ -64,6 +57,22 @@ def read_table(path: str, columns: list[str], optional: tuple[str, ...] = ()) ->
             raise UserError(f"{file}, row {empty + 1}: column '{name}' is empty. Fill it or drop the row.")
         out[name] = text
     return pa.table(out)
+
+
+def _chosen(file: Path, names: list[str], columns: list[str], optional: tuple[str, ...]) -> list[str]:
+    """Those columns of a list that are wanted; only they are read, it may hold anything besides."""
+    missing = [name for name in columns if name not in names]
+    if missing:
+        raise UserError(
+            f"{file} has no column '{missing[0]}'; its first line has {', '.join(map(repr, names[:9]))}. "
+            "It must name the columns, with commas between them; path_column, label_column, true_column and "
+            "split_column say which is which."
+        )
+    chosen = list(dict.fromkeys([*columns, *(name for name in optional if name in names)]))
+    for name in chosen:
+        if names.count(name) > 1:
+            raise UserError(f"{file} has two columns '{name}'. Rename one of them.")
+    return chosen
 
 
 def to_numbers(column: pa.Array, classes: list[str], where: str) -> NDArray[np.int32]:

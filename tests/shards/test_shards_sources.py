@@ -18,6 +18,7 @@ from shards.build import ensure
 from shards.config import BuildConfig, CacheConfig
 from shards.reader import open_split
 from shards.settings import UserError
+from shards.sources.labels import read_table
 
 
 def by_key(url: str, split: str = "train") -> dict[str, int]:
@@ -133,6 +134,16 @@ class TestList:
                 assert split.classes[split.given[index]] == seen
         assert train.clean_counts.tolist() == np.bincount(train.true, minlength=3).tolist()
         assert not train.flipped.any()
+
+    def test_other_columns_are_not_read(self, rows, tmp_path: Path) -> None:
+        """Published lists may carry the very pictures in a column."""
+        heavy = [row | {"picture": "x" * 1_000_000} for row in rows]
+        pa.parquet.write_table(pa.Table.from_pylist(heavy), tmp_path / "l.parquet", compression=None)
+        self.write(tmp_path / "l.csv", heavy)
+        for name in ("l.parquet", "l.csv"):
+            table = read_table(str(tmp_path / name), ["path", "label"], ("split",))
+            assert table.column_names == ["path", "label", "split"]
+            assert table.nbytes < 10_000
 
     def test_columns_by_other_names(self, rows, tmp_path: Path, build: Build) -> None:
         renamed = [{"file": r["path"], "noisy_50": r["label"], "is_valid": r["split"] == "test"} for r in rows]
