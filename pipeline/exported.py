@@ -271,7 +271,10 @@ def _upload(client: Any, run: Any, folder: Path) -> str:
     run_id = run.info.run_id
     signature, example = _signature(folder)
     facts = {key: value for key, value in run.data.params.items() if key in ("method.name", "seed", "train.epochs")}
-    model = client.create_logged_model(run.info.experiment_id, "model", run_id, params=facts)
+    begun = client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run_id}'")
+    model = next(iter(begun), None)  # from an attempt that was cut off
+    if model is None:
+        model = client.create_logged_model(run.info.experiment_id, "model", run_id, params=facts)
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary) / "model"
         mlflow.pyfunc.save_model(

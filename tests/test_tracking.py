@@ -347,6 +347,24 @@ def test_an_artifact_that_cannot_be_stored_does_not_hold_up_the_metrics(database
     assert [item.path for item in client_of(database).list_artifacts(run.info.run_id)] == ["config.yaml"]
 
 
+def test_a_model_whose_upload_was_cut_off_is_there_once_after_all(
+    trained: Trained, database: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(trained.folder / "model", tmp_path / "run" / "model")
+    blocked = database.parent / "mlartifacts"
+    blocked.write_text("a file where the folder should be")
+    tracker = start(config(database), tmp_path / "run")
+    tracker.model(tmp_path / "run" / "model")
+    assert not tracker.finish("FINISHED")
+    blocked.unlink()
+    for _ in range(2):
+        tracking.replay(tmp_path / "run", f"sqlite:///{database}")
+        (run,) = runs_in(database)
+        (model,) = client_of(database).search_logged_models([run.info.experiment_id])
+        assert model.status == "READY"
+        assert [output.model_id for output in run.outputs.model_outputs] == [model.model_id]
+
+
 # -- secrets -----------------------------------------------------------------------------------------
 
 
