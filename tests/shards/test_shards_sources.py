@@ -80,6 +80,16 @@ class TestFolder:
         build(source="folder", path=str(root))
         assert any("1 files are not JPEG, PNG or WebP" in line for line in build.said)
 
+    def test_a_class_folder_with_odd_bytes_is_told_and_a_link_to_itself_is_no_class(
+        self, tmp_path: Path, build: Build
+    ) -> None:
+        root = fill(tmp_path / "in", {"ant": 4, "bee": 4})
+        (root / "round").symlink_to(root / "round")
+        assert open_split(build(source="folder", path=str(root))).classes == ["ant", "bee"]
+        os.mkdir(os.fsencode(root) + b"/\xff")
+        with pytest.raises(UserError, match=r"class folder '\\xff' in .* has a name that is not UTF-8\. Rename it"):
+            build("odd", source="folder", path=str(root))
+
     def test_odd_but_legal_names_survive(self, tmp_path: Path, build: Build) -> None:
         root = fill(tmp_path / "in", {"ant": 4, 'b "ee"\n': 4})
         odd = 'ü "quoted"\nnew\tline {%s} \\ .jpg'
