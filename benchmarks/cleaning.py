@@ -73,7 +73,7 @@ def share_of_epoch() -> dict[str, float]:
     from pipeline import train
 
     with tempfile.TemporaryDirectory() as folder:
-        words = ["train.epochs=8", "method.cleaning_start=2", "tracking.uri=", "tracking.system_metrics=false"]
+        words = ["train.epochs=8", "method.cleaning_start=0.25", "tracking.uri=", "tracking.system_metrics=false"]
         config = configuration.load([*words, f"output={folder}/run", f"shards.output={folder}/shards"])
         trainer, _ = train.build(config, World())
         spent = {"cleaning": 0.0, "epoch": 0.0}

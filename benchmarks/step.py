@@ -31,7 +31,7 @@ from pipeline.world import World
 
 SETTINGS = ("data.size=32", "model.width=16", "data.batch=64", "data.threads=1", "train.log_every=1000", "tracking.uri=",
             "tracking.system_metrics=false", "checkpoint.every_epochs=0", "checkpoint.background=false")  # fmt: skip
-METHODS = {"cross_entropy": (), "prototypical": ("method.warmup_steps=0", "method.cleaning_start=1")}
+METHODS = {"cross_entropy": (), "prototypical": ("method.warmup_steps=0", "method.cleaning_start=0.1")}
 
 
 class Bare:

@@ -27,7 +27,7 @@ SMALL = {
 }
 # What is counted in epochs, steps or samples and would not happen, or not fit, in so short a training.
 SOONER = {
-    "prototypical": ["method.warmup_steps=2", "method.cleaning_start=1"],
+    "prototypical": ["method.warmup_steps=2", "method.cleaning_start=0.3"],
     "rrl": ["method.warmup_steps=2", "method.cleaning_start=0.3", "method.neighbours=5"],
     "mopro": ["method.queue=32", "method.cleaning_start=0.3"],
     "har": [

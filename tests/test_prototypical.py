@@ -20,7 +20,7 @@ K, N, B = 5, 40, 12
 
 def method(*words: str) -> Prototypical:
     config = configuration.load(
-        ["model.width=8", "model.norm=group", "model.embedding=6", "method.cleaning_start=2", "train.epochs=10", *words]
+        ["model.width=8", "model.norm=group", "model.embedding=6", "method.cleaning_start=0.2", "train.epochs=10", *words]
     )
     given = np.random.default_rng(0).integers(0, K, N).astype(np.int32)
     torch.manual_seed(0)
@@ -94,7 +94,7 @@ def test_the_loss_is_the_papers(epoch) -> None:
 
 
 def test_the_weight_of_the_prototype_loss_ramps_from_one() -> None:
-    made = method("method.prototype=5", "method.prototype_ramp=40")
+    made = method("method.prototype=5", "method.prototype_ramp=0.2", "train.epochs=200")
     ramp = []
     for epoch in (0, 20, 40, 90):
         made.enter(MAIN, epoch)

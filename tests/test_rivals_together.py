@@ -19,7 +19,7 @@ from pipeline.world import World
 
 # Options with which a training of three epochs goes through every phase of a method; the others need none.
 PHASES: dict[str, dict[str, Any]] = {
-    "prototypical": {"warmup_steps": 2, "cleaning_start": 1, "prototype_ramp": 2},
+    "prototypical": {"warmup_steps": 2, "cleaning_start": 0.34, "prototype_ramp": 0.67},
     "ldam_drw": {"reweight_start": 0.5},
     "crt": {"classifier_part": 0.3},
     "coteaching": {"ramp": 0.3},
@@ -137,7 +137,7 @@ def test_half_precision_reaches_every_weight_that_learns(name: str) -> None:
 DIVIDED = {"warmup": 0.6, "warmup_batch": 1, "unlabelled_ramp": 0.2}
 # For eight epochs of digits: options, learning rate, and the loss to watch; of the others the total, with no options.
 DIGITS: dict[str, tuple[dict[str, Any], float, str]] = {
-    "prototypical": ({"warmup_steps": 10, "cleaning_start": 4, "prototype": 2, "contrastive": 0.3}, 0.03, "pc"),
+    "prototypical": ({"warmup_steps": 10, "cleaning_start": 0.5, "prototype": 2, "contrastive": 0.3}, 0.03, "pc"),
     "ldam_drw": ({"scale": 10, "reweight_start": 0.5}, 0.03, "total"),
     "crt": ({"classifier_part": 0.5}, 0.03, "total"),
     "coteaching": ({"ramp": 0.6}, 0.03, "total"),

@@ -18,7 +18,7 @@ from pipeline.pulse import Stopped
 from pipeline.world import World
 
 QUICK = ("train.epochs=3", "data.batch=128", "model.width=8", "data.threads=1", "method.warmup_steps=3",
-         "method.cleaning_start=1", "tracking.uri=", "tracking.system_metrics=false", "checkpoint.background=false")  # fmt: skip
+         "method.cleaning_start=0.34", "tracking.uri=", "tracking.system_metrics=false", "checkpoint.background=false")  # fmt: skip
 TIMES = ("time/",)
 
 
@@ -106,7 +106,7 @@ def test_true_labels_serve_metrics_only(digits, tmp_path, straight) -> None:
 
 # No batch statistics, and steps so small that rounding is not blown up: then ranks must agree closely. A label is believed
 # or not, so cleaning is compared apart, on one trained network.
-EXACT = ("model.norm=group", "train.epochs=2", "optim.lr=0.002", "method.cleaning_start=9")
+EXACT = ("model.norm=group", "train.epochs=2", "optim.lr=0.002", "method.cleaning_start=1")
 
 
 def on_some_ranks(world: World, url: str, folder: str, looks: int | None, *words: str) -> dict[str, Any]:
@@ -195,7 +195,10 @@ def test_thirty_steps_follow_the_golden_curve(digits, tmp_path) -> None:
 
     losses: list[float] = []
     trainer, _ = train.build(
-        configured(digits, tmp_path, "train.epochs=6", "model.norm=group", "optim.lr=0.005"), World()
+        configured(
+            digits, tmp_path, "train.epochs=6", "method.cleaning_start=0.17", "model.norm=group", "optim.lr=0.005"
+        ),
+        World(),
     )
     step = trainer.engine.step
 

@@ -68,7 +68,8 @@ class Prototypical(Embedding):
 
     @property
     def cleaning_now(self) -> bool:
-        return self.options.cleaning and self.stage == MAIN and self.epoch >= self.options.cleaning_start
+        start = round(self.options.cleaning_start * self.config.train.epochs)
+        return self.options.cleaning and self.stage == MAIN and self.epoch >= start
 
     @property
     def threshold(self) -> float:
@@ -147,7 +148,7 @@ class Prototypical(Embedding):
 
     @property
     def prototype_weight(self) -> float:
-        top, ramp = self.options.prototype, self.options.prototype_ramp
+        top, ramp = self.options.prototype, self.options.prototype_ramp * self.config.train.epochs
         return min(1 + self.epoch * (top - 1) / ramp, top) if ramp else top
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
