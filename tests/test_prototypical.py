@@ -20,7 +20,14 @@ K, N, B = 5, 40, 12
 
 def method(*words: str) -> Prototypical:
     config = configuration.load(
-        ["model.width=8", "model.norm=group", "model.embedding=6", "method.cleaning_start=0.2", "train.epochs=10", *words]
+        [
+            "model.width=8",
+            "model.norm=group",
+            "model.embedding=6",
+            "method.cleaning_start=0.2",
+            "train.epochs=10",
+            *words,
+        ]
     )
     given = np.random.default_rng(0).integers(0, K, N).astype(np.int32)
     torch.manual_seed(0)
