@@ -11,7 +11,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shards.settings import EXIT_USER_ERROR, UserError, output_folder, run
+from pipeline.outcome import run_rank
+from shards.settings import EXIT_USER_ERROR, UserError, output_folder
 
 if TYPE_CHECKING:
     from pipeline.evaluation import Evaluation
@@ -115,4 +116,4 @@ def _write(out: Path, opened: Opened, results: dict[str, Evaluation]) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_rank(main)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from pipeline import config as configuration
 from pipeline import preemption
 from pipeline.config import Config
-from pipeline.outcome import record, watched
-from shards.settings import UserError, flatten, run
+from pipeline.outcome import record, run_rank, watched
+from shards.settings import UserError, flatten
 from shards.storage import Unreachable
 
 if TYPE_CHECKING:
@@ -171,4 +171,4 @@ def _sample_log(config: Config, folder: Path, world: Any) -> Any:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_rank(main)

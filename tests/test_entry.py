@@ -204,3 +204,18 @@ def test_without_the_entry_a_stop_is_told_by_the_exit_code_itself(
     assert outcome.collect(tmp_path)[0]["outcome"] == "stopped"
     monkeypatch.setenv(outcome.FOLDER, str(tmp_path / "gone"))
     assert outcome.record("stopped") == 75
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [("return 75", 75), ("raise UserError('no')", 2), ("raise ValueError('x')", 1), ("exit(3)", 3)]
+)
+def test_a_rank_that_is_done_is_not_undone_by_the_end_of_its_interpreter(end: str, code: int) -> None:
+    """Threads of other libraries may abort it there."""
+    program = (
+        "import atexit, os\nfrom pipeline.outcome import run_rank\nfrom shards.settings import UserError\n"
+        f"def main(argv):\n    atexit.register(os.abort)\n    print('told')\n    {end}\nrun_rank(main)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (code, "told\n")
+    assert "error: no\n" in done.stderr or "UserError" not in end
+    assert "ValueError: x" in done.stderr or "ValueError" not in end
