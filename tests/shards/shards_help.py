@@ -1,13 +1,21 @@
-"""Pictures that the tests of shards share."""
+"""Pictures and processes that the tests of shards share."""
 
 from __future__ import annotations
 
 import io
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
+
+ROOT = str(Path(__file__).parents[2])
 
 
 def picture(
@@ -37,3 +45,27 @@ def fill(root: Path, counts: dict[str, int], kind: str = "jpeg") -> Path:
 
 
 Build = Callable[..., str]
+
+
+def contents(folder: str | Path) -> dict[str, bytes]:
+    names = sorted(path for path in Path(folder).rglob("*") if path.is_file() and path.name != "build.json")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in names}
+
+
+def start(program: list[str], arguments: list[str], **environment: str) -> subprocess.Popen:
+    env = os.environ | {"PYTHONPATH": ROOT} | environment
+    command = [sys.executable, *program, *arguments]
+    # A shell that runs the tests in its background has them ignore Ctrl-C, and all they start.
+    hear = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=hear)
+
+
+def until(condition: Callable[[], object], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def words(options: dict[str, object], output: Path) -> list[str]:
+    return [f"{key}={value}" for key, value in {**options, "output": output}.items()]
