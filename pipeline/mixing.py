@@ -50,9 +50,7 @@ def pair_within(group_S: Tensor, key_S: Tensor, places_VS: Tensor, seed: int) ->
     """
     views = len(places_VS)
     following_VS = torch.stack([_next_in_ring(group_S, _hash_uniform(key_S * views + v, seed)) for v in range(views)])
-    turn_S = (
-        _hash_uniform(key_S, seed + 1) * views
-    ).long()  # of the sample that is met, so that each of its views is met once
+    turn_S = (_hash_uniform(key_S, seed + 1) * views).long()  # the one who is met turns: each view of it is met once
     view_VS = (torch.arange(views, device=key_S.device)[:, None] + turn_S[following_VS]) % views
     partner = torch.empty(places_VS.numel(), dtype=torch.long, device=key_S.device)
     partner[places_VS] = places_VS[view_VS, following_VS]
