@@ -9,7 +9,7 @@ SEED ?= 0
 RUN := OMP_NUM_THREADS=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 $(BIN)/torchrun --nproc_per_node=$(RANKS) --standalone --local-addr=127.0.0.1
 INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint format setup setup-test ffcv drill clean help
+.PHONY: demo test lint format setup setup-test ffcv browser drill clean help
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -29,17 +29,25 @@ $(VENV)/ready-test: $(VENV)/ready
 	@$(INSTALL) -e '.[deepspeed,s3,dev]'
 	@touch $@
 
-# FFCV compiles against OpenCV and libjpeg-turbo. On Debian as root they are installed; elsewhere we say what is missing.
+# What pip cannot bring. On Debian as root it is installed; elsewhere one line says what is left out.
 APT := DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300
+CAN_APT := command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]
+define apt_install
+	echo "installing $(1)"; $(APT) update && $(APT) install -y --no-install-recommends $(1) >/dev/null
+endef
+
 ffcv: $(VENV)/ready
 	@$(BIN)/python -c 'import ffcv' 2>/dev/null && exit 0; \
 	have() { pkg-config --exists opencv4 libturbojpeg; }; \
-	if ! have && command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
-	  echo "installing the headers FFCV compiles against"; \
-	  $(APT) update && $(APT) install -y --no-install-recommends libopencv-dev libturbojpeg0-dev pkg-config >/dev/null; \
-	fi; \
+	if ! have && $(CAN_APT); then $(call apt_install,libopencv-dev libturbojpeg0-dev pkg-config); fi; \
 	if have; then $(INSTALL) -e '.[ffcv]'; \
 	else echo "FFCV is left out: it needs the packages libopencv-dev, libturbojpeg0-dev and pkg-config. Its tests are skipped."; fi
+
+browser:
+	@have() { command -v chromium && command -v chromedriver; } >/dev/null; \
+	have && exit 0; \
+	if $(CAN_APT); then $(call apt_install,chromium chromium-driver); fi; \
+	have || echo "The browser tests are left out: they need the packages chromium and chromium-driver."
 
 demo: setup ## digits, rho=10, noise 0.5: cross-entropy against the Prototypical Classifier on 2 ranks, and a report
 	@for method in cross_entropy prototypical; do \
@@ -50,7 +58,7 @@ demo: setup ## digits, rho=10, noise 0.5: cross-entropy against the Prototypical
 	@$(BIN)/python -m pipeline.report --uri sqlite:///$(DEMO)/mlflow.db --experiment demo --out $(DEMO)
 	@echo; echo "Compare the runs in the MLflow UI:  $(BIN)/mlflow ui --backend-store-uri sqlite:///$(DEMO)/mlflow.db   then open http://127.0.0.1:5000"
 
-test: setup-test ffcv ## the whole suite
+test: setup-test ffcv browser ## the whole suite
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile tests
 
 lint: setup-test ## lint, format and types
@@ -61,7 +69,7 @@ lint: setup-test ## lint, format and types
 format: setup-test ## put every file in form
 	@$(BIN)/ruff check --fix -q . ; $(BIN)/ruff format -q .
 
-drill: setup-test ffcv ## the long drills: random kills, every file event of a save
+drill: setup-test ffcv browser ## the long drills: random kills, every file event of a save
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests
 
 clean: ## remove what demo and tests made (not .venv)

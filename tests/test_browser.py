@@ -1,6 +1,6 @@
 """The pages in a real browser (chromium, headless): they open, draw and filter without a console error.
 
-Where there is no chromium they are skipped; `apt-get install chromium` brings one.
+`make test` installs chromium on Debian as root. Without chromium these tests are skipped.
 """
 
 from __future__ import annotations
