@@ -17,8 +17,8 @@ import time
 import torch
 from record import write
 
-from pipeline.checkpoint import Checkpointer
-from pipeline.world import World
+from pipeline.checkpoints.checkpointer import Checkpointer
+from pipeline.distributed.world import World
 
 MEGABYTES = 220  # weights and momentum of InceptionResNet-v2 are about twice that
 PAIRS = 20

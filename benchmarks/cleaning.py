@@ -20,10 +20,10 @@ import torch
 from record import write
 from torch.nn.functional import normalize
 
-from pipeline.cleaning import nearest_other, refine_all
+from pipeline.distributed.world import World
 from pipeline.methods.options import Prototypical
-from pipeline.prototypes import class_prototypes
-from pipeline.world import World
+from pipeline.methods.parts.cleaning import nearest_other, refine_all
+from pipeline.methods.parts.prototypes import class_prototypes
 
 K, D = 50, 50
 OPTIONS = Prototypical(relabel_weight="half")

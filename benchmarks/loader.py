@@ -34,12 +34,12 @@ from pack import ROOT, photographs, spread_out
 from record import ratios, summary, write
 
 from pipeline.config import DataConfig
-from pipeline.data import order
+from pipeline.data import sampling
 from pipeline.data.batch import Pass
 from pipeline.data.decode import DRAWS, Views, decode
+from pipeline.data.keyed_random import uniform
 from pipeline.data.loader import open_loader
-from pipeline.data.randoms import uniform
-from pipeline.world import World
+from pipeline.distributed.world import World
 from shards.build import ensure
 from shards.config import BuildConfig
 from shards.reader import Split, open_split
@@ -71,7 +71,7 @@ def ours(split: Split, views: tuple[str, ...], world: World, loader: str = "tar"
 
     def epoch() -> Iterator[Any]:
         tick = next(ticks)
-        return source.batches(Pass(order.shuffled(len(split), 0, tick), views), tick)
+        return source.batches(Pass(sampling.shuffled(len(split), 0, tick), views), tick)
 
     return epoch
 
@@ -97,9 +97,9 @@ def limit(split: Split) -> Arm:
 def webdataset(split: Split) -> Arm:
     import webdataset as wds
 
-    from pipeline.models import vision_ops
+    from pipeline.models import torchvision_compat
 
-    vision_ops.prepare()
+    torchvision_compat.prepare()
     from torchvision import transforms
 
     change = transforms.Compose(

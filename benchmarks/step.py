@@ -25,9 +25,9 @@ from record import ratios, summary, write
 
 from pipeline import config as configuration
 from pipeline.data.batch import Batch
+from pipeline.distributed.world import World
 from pipeline.models.network import Network
 from pipeline.train import build
-from pipeline.world import World
 
 SETTINGS = ("data.size=32", "model.width=16", "data.batch=64", "data.threads=1", "train.log_every=1000", "tracking.uri=",
             "tracking.system_metrics=false", "checkpoint.every_epochs=0", "checkpoint.background=false")  # fmt: skip

@@ -28,10 +28,10 @@ from pathlib import Path
 import torch
 from record import write
 
-from pipeline import tracking
 from pipeline.config import ModelConfig, TrackingConfig
 from pipeline.models.network import Network
-from pipeline.tracking import Tracker
+from pipeline.tracking import tracker as tracking
+from pipeline.tracking.tracker import Tracker
 
 PAIRS = int(sys.argv[1]) if len(sys.argv) > 1 else 30
 STEPS, WARM = 80, 20

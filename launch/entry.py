@@ -27,9 +27,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from pipeline import config, outcome, preemption
-from shards import settings
-from shards.settings import UserError
+from pipeline import config
+from pipeline.process import exit_status, stop_request
+from shards.base import settings
+from shards.base.settings import UserError
 
 WORKER = ("-m", "pipeline.train")
 SHUTDOWN_SECONDS = 100  # for saving after a signal; torchrun's own 30 may be short for a large model on a slow store
@@ -96,10 +97,10 @@ class Supervisor:
         with tempfile.TemporaryDirectory(prefix="evenhand-") as folder:
             before = {number: signal.signal(number, self._pass_on) for number in _PASSED_ON}
             try:
-                env = {**os.environ, outcome.FOLDER: folder, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+                env = {**os.environ, exit_status.FOLDER: folder, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
                 # A session of its own: Ctrl-C in a terminal reaches torchrun once, through us, not twice.
                 self.process = subprocess.Popen(
-                    self.command, env=env, start_new_session=True, preexec_fn=preemption.kill_when_orphaned
+                    self.command, env=env, start_new_session=True, preexec_fn=stop_request.kill_when_orphaned
                 )
                 if self.asked:  # came in while it was being started
                     self.process.terminate()
@@ -107,7 +108,7 @@ class Supervisor:
             finally:
                 for number, handler in before.items():
                     signal.signal(number, handler)
-            return self._judge(code, outcome.collect(folder))
+            return self._judge(code, exit_status.collect(folder))
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         """The first request goes to torchrun and from there to the ranks. Repeated ones would break its
@@ -126,15 +127,15 @@ class Supervisor:
             try:
                 return process.wait(timeout=0.2)
             except subprocess.TimeoutExpired:
-                ends, now = outcome.collect(folder), time.monotonic()
+                ends, now = exit_status.collect(folder), time.monotonic()
                 if any(end["outcome"] == "refused" for end in ends.values()):
                     enough = min(enough, now + REFUSED_GRACE)
-                elif outcome.all_done(ends):
+                elif exit_status.all_done(ends):
                     enough = min(enough, now + ENDED_GRACE)
                 if now > enough and not told:
                     process.terminate()
                     told = True
-                elif now > enough + KILL_GRACE and outcome.all_done(ends):
+                elif now > enough + KILL_GRACE and exit_status.all_done(ends):
                     process.kill()  # it hears no signal while it waits for other machines
 
     def _judge(self, code: int, ends: dict[int, dict[str, Any]]) -> int:
@@ -145,13 +146,13 @@ class Supervisor:
             return _say(ends, "failed")
         if "stopped" in kinds:
             return _say(ends, "stopped")
-        if code == 0 or outcome.all_done(ends):
+        if code == 0 or exit_status.all_done(ends):
             return 0
         if self.asked:
             print(f"stopped: {self.asked} came before the ranks could save. {_AGAIN}", file=sys.stderr)
-            return outcome.EXIT_CODES["stopped"]
+            return exit_status.EXIT_CODES["stopped"]
         print(f"failed: a rank ended without saying why, see its output above. {_AGAIN}", file=sys.stderr)
-        return outcome.EXIT_CODES["failed"]
+        return exit_status.EXIT_CODES["failed"]
 
 
 _AGAIN = "The same command goes on from the last checkpoint."
@@ -161,7 +162,7 @@ _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 def _say(ends: dict[int, dict[str, Any]], kind: str) -> int:
     rank, end = next((rank, end) for rank, end in ends.items() if end["outcome"] == kind)
     print(f"{kind}: rank {rank}: {end['reason']}" if end["reason"] else f"{kind}.", file=sys.stderr)
-    return outcome.EXIT_CODES[kind]
+    return exit_status.EXIT_CODES[kind]
 
 
 def launch(options: list[str], worker: list[str]) -> int:

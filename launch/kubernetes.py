@@ -25,11 +25,11 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from launch.entry import split
 from pipeline import config as training
-from pipeline.journal import redact
-from pipeline.outcome import EXIT_CODES
-from shards import settings
+from pipeline.process.exit_status import EXIT_CODES
+from pipeline.tracking.journal import redact
+from shards.base import settings
+from shards.base.settings import Settings, UserError
 from shards.config import BuildConfig
-from shards.settings import Settings, UserError
 
 PROG = "python -m launch.kubernetes"
 CONTAINER = "node"  # the name by which the Kubeflow Trainer knows it

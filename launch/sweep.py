@@ -25,11 +25,10 @@ from statistics import mean, stdev
 from typing import Any, get_args
 
 from pipeline import config as configuration
-from pipeline import journal
 from pipeline.config import Config, TrackingConfig
-from pipeline.journal import redact
-from pipeline.tracking import JOURNAL, NullTracker, Status, Tracker
-from shards.settings import UserError, run
+from pipeline.tracking.journal import redact
+from pipeline.tracking.tracker import JOURNAL, NullTracker, Status, Tracker, journal
+from shards.base.settings import UserError, run
 
 COLUMNS = ("best", "last", "mean_last10", "many", "medium", "few", "clean_f1", "seconds")
 RUN_ID_SECONDS = 30.0
@@ -142,7 +141,7 @@ def _run_all(settings: dict[str, list[str]], out: Path, jobs: int) -> dict[str, 
 def _train(words: list[str], log: str) -> int:
     """One run in this worker process, which stays for the next: torch is imported once."""
     from pipeline import train
-    from pipeline.preemption import kill_when_orphaned
+    from pipeline.process.stop_request import kill_when_orphaned
 
     kill_when_orphaned()  # a run outlives a signal to save itself, but not its sweep
     os.environ.setdefault("OMP_NUM_THREADS", "1")

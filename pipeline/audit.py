@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shards import settings
-from shards.settings import UserError
+from shards.base import settings
+from shards.base.settings import UserError
 
 if TYPE_CHECKING:
-    from pipeline.runs import Opened
+    from pipeline.inference.open_run import Opened
     from shards.config import BuildConfig
     from shards.reader import Split
 
@@ -180,7 +180,7 @@ def rates(findings: Findings, classes: int) -> list[Rate]:
 
 def quality(findings: Findings) -> dict[str, float] | None:
     """How well the suspicious samples are those with a wrong label; None where the truth is not known."""
-    from pipeline.metrics import area_under_curve, detection
+    from pipeline.evaluation.metrics import area_under_curve, detection
 
     known = findings.true >= 0
     if not known.any():
@@ -332,8 +332,8 @@ def report(findings: Findings, classes: list[str]) -> None:
 
 def keep(opened: Opened, uri: str, out: Path) -> None:
     """Store tables and page among the artifacts of the run."""
-    from pipeline.shipping import asking
-    from pipeline.tracking import tracking_uri
+    from pipeline.tracking.mlflow_sync import asking
+    from pipeline.tracking.tracker import tracking_uri
 
     own = opened.model.config.tracking.uri
     uri = uri or (own if own and "***" not in own else tracking_uri())
@@ -369,8 +369,8 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if options.threshold is not None and not 0 <= options.threshold <= 1:
         raise UserError("--threshold is a confidence: give a number from 0 to 1.")
-    from pipeline.audit_page import write_page
-    from pipeline.runs import open_run
+    from pipeline.inference.open_run import open_run
+    from pipeline.reports.audit_page import write_page
 
     opened = open_run(options.run, options.uri, options.best, options.shards, own_labels=True)
     if options.log and not opened.run_id:

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from pipeline.methods.options import MethodOptions, Prototypical
-from shards import settings
+from shards.base import settings
+from shards.base.settings import Settings, Tree, UserError
 from shards.config import BuildConfig, CacheConfig
-from shards.settings import Settings, Tree, UserError
 
 PROG = "python -m pipeline.train"
 ABOUT = "Train an image classifier on shards whose labels may be wrong and whose classes are long-tailed."

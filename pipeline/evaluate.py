@@ -11,20 +11,20 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.outcome import run_rank
-from shards.settings import EXIT_USER_ERROR, UserError, output_folder
+from pipeline.process.exit_status import run_rank
+from shards.base.settings import EXIT_USER_ERROR, UserError, output_folder
 
 if TYPE_CHECKING:
-    from pipeline.evaluation import Evaluation
-    from pipeline.runs import Opened
-    from pipeline.world import World
+    from pipeline.distributed.world import World
+    from pipeline.evaluation.accuracy import Evaluation
+    from pipeline.inference.open_run import Opened
 
 
 def judge(opened: Opened, shards: str, name: str, world: World) -> Evaluation:
     """The model on one split; true labels where they are known. Called by all ranks."""
     from pipeline.data.loader import open_loader
-    from pipeline.evaluation import evaluate
-    from pipeline.pulse import Pulse
+    from pipeline.distributed.step_sync import Pulse
+    from pipeline.evaluation.accuracy import evaluate
 
     split = opened.split(name, shards)
     model = opened.model
@@ -51,8 +51,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--uri", default="", help="MLflow tracking URI, for run ids and MLflow models")
     parser.add_argument("--out", type=Path, help="folder for evaluation.json and per-class tables")
     options = parser.parse_args(argv)
-    from pipeline import world as ranks
-    from pipeline.runs import open_run, where
+    from pipeline.distributed import world as ranks
+    from pipeline.inference.open_run import open_run, where
     from shards.reader import read_manifest
 
     world = ranks.start()

@@ -17,11 +17,11 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from shards import settings
-from shards.settings import UserError
+from shards.base import settings
+from shards.base.settings import UserError
 
 if TYPE_CHECKING:
-    from pipeline.exported import Model, Prediction
+    from pipeline.inference.model import Model, Prediction
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 MAX_BYTES = 64 << 20
@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
     first = next(paths, None)
     if first is None:
         raise UserError("There is no picture (.jpg, .png, .webp) in what was given.")
-    from pipeline.runs import open_run
+    from pipeline.inference.open_run import open_run
 
     model = open_run(options.run, options.uri, options.best).model
     done = skipped = 0

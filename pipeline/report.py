@@ -16,13 +16,13 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.journal import redact
-from pipeline.tracking import DEFAULT_URI, tracking_uri
-from shards import settings
-from shards.settings import UserError
+from pipeline.tracking.journal import redact
+from pipeline.tracking.tracker import DEFAULT_URI, tracking_uri
+from shards.base import settings
+from shards.base.settings import UserError
 
 if TYPE_CHECKING:
-    from pipeline.results import Cell, Mean, Result, Row, Table
+    from pipeline.reports.run_table import Cell, Mean, Result, Row, Table
 
 # Column of the comparison -> metric. Percent, except clean F1 (0..1) and seconds.
 COLUMNS = {
@@ -118,7 +118,7 @@ class Document:
         self.html.append("</details>")
 
     def write(self, title: str) -> None:
-        page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+        page = (Path(__file__).parent / "reports/templates/report.html").read_text(encoding="utf-8")
         page = page.replace("{{title}}", escape(title)).replace("{{body}}", "\n".join(self.html))
         (self.folder / "report.html").write_text(page, encoding="utf-8")
         (self.folder / "report.md").write_text("\n".join(self.markdown), encoding="utf-8")
@@ -128,7 +128,7 @@ class Document:
 
 
 def comparison(doc: Document, runs: Sequence[Result]) -> None:
-    from pipeline.results import compare
+    from pipeline.reports.run_table import compare
 
     for number, (bias, rows) in enumerate(compare(runs).items()):
         doc.heading(2, bias_text(bias))
@@ -148,7 +148,7 @@ def comparison(doc: Document, runs: Sequence[Result]) -> None:
 
 
 def comparison_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    from pipeline.results import mean_of
+    from pipeline.reports.run_table import mean_of
 
     header = ["method", "n", *COLUMNS]
     body = []
@@ -173,7 +173,7 @@ def about(row: Row) -> list[str]:
 
 def _pictures(doc: Document, rows: Sequence[Row], name: str) -> None:
     """The last seed of every row in one picture each; the caption names the runs."""
-    from pipeline import figures
+    from pipeline.reports import figures
 
     drawn = [figures.Run(row.label, row.method, row.runs[-1].figures) for row in rows if row.runs[-1].figures]
     if not drawn:
@@ -191,7 +191,7 @@ def _pictures(doc: Document, rows: Sequence[Row], name: str) -> None:
 
 
 def paper(doc: Document, runs: Sequence[Result]) -> None:
-    from pipeline.results import paper_tables
+    from pipeline.reports.run_table import paper_tables
 
     source, tables = paper_tables(runs)
     doc.heading(2, "The paper's tables beside ours")
@@ -242,7 +242,7 @@ def unfinished(doc: Document, runs: Sequence[Result]) -> None:
 
 
 def write_report(uri: str, experiments: Sequence[str], out: Path) -> list[Result]:
-    from pipeline.results import read_runs
+    from pipeline.reports.run_table import read_runs
 
     settings.output_folder(out)
     runs = read_runs(uri, experiments)
@@ -264,7 +264,7 @@ def print_comparison(runs: Sequence[Result]) -> None:
     from rich.console import Console
     from rich.table import Table as Grid
 
-    from pipeline.results import compare
+    from pipeline.reports.run_table import compare
 
     console = Console(width=None if sys.stdout.isatty() else 110)
     for bias, rows in compare(runs).items():

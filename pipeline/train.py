@@ -8,41 +8,41 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import config as configuration
-from pipeline import preemption
 from pipeline.config import Config
-from pipeline.outcome import record, run_rank, watched
-from shards.settings import UserError, flatten
-from shards.storage import Unreachable
+from pipeline.process import stop_request
+from pipeline.process.exit_status import record, run_rank, watched
+from shards.base.settings import UserError, flatten
+from shards.base.storage import Unreachable
 
 if TYPE_CHECKING:
-    from pipeline.tracking import Status
+    from pipeline.tracking.tracker import Status
 
 
 def main(argv: list[str]) -> int:
     config = configuration.load(argv)  # before torch: a typing mistake is told at once
-    preemption.die_with_parent()
-    from pipeline import outputs
-    from pipeline import world as ranks
-    from pipeline.log import log, start_logging
-    from pipeline.pulse import Stopped
-    from pipeline.trouble import explain
+    stop_request.die_with_parent()
+    from pipeline.distributed import world as ranks
+    from pipeline.distributed.step_sync import Stopped
+    from pipeline.process.diagnose import explain
+    from pipeline.process.log import log, start_logging
+    from pipeline.training import final_outputs
 
-    config = config.model_copy(update={"output": config.output or outputs.default_folder(config)})
+    config = config.model_copy(update={"output": config.output or final_outputs.default_folder(config)})
     world = ranks.start(config.train.device, config.train.timeout)
     trainer = None
     try:
         start_logging(world.leads)
         trainer, folder = build(config, world)
-        if done := world.share(outputs.finished(folder)):  # the lead's folder counts, others may have none
+        if done := world.share(final_outputs.finished(folder)):  # the lead's folder counts, others may have none
             log.info("this run has finished already (best %.2f, last %.2f): %s", done["best"], done["last"], folder)
             return record("finished")
         if world.leads:
             start_logging(True, folder / "log.txt")
-            outputs.write_config(config, folder)
+            final_outputs.write_config(config, folder)
         status: Status = "FAILED"
         try:
             trainer.run()
-            summary = outputs.finish(config, trainer, folder)
+            summary = final_outputs.finish(config, trainer, folder)
             status = "FINISHED"
         except Stopped as stop:
             status = "KILLED"
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
             trainer.tracker.finish(status)
             trainer.checkpoints.close()
         if summary:
-            outputs.note_run(folder, summary, trainer.tracker.run_id)
+            final_outputs.note_run(folder, summary, trainer.tracker.run_id)
             log.info(
                 "best %.2f  last %.2f  in %.0f s: %s", summary["best"], summary["last"], summary["seconds"], folder
             )
@@ -74,11 +74,11 @@ def build(config: Config, world: Any) -> tuple[Any, Path]:
     """Everything a run is made of, on this rank."""
     import torch
 
-    from pipeline.checkpoint import Checkpointer, lock
+    from pipeline.checkpoints.checkpointer import Checkpointer, lock
     from pipeline.data.batch import TrainingSet
     from pipeline.methods.options import load_method
-    from pipeline.preemption import StopRequest
-    from pipeline.trainer import Trainer
+    from pipeline.process.stop_request import StopRequest
+    from pipeline.training.trainer import Trainer
     from shards.reader import open_split
 
     url, folder = _on_lead_first(config, world)
@@ -114,13 +114,13 @@ def build(config: Config, world: Any) -> tuple[Any, Path]:
 
 def _on_lead_first(config: Config, world: Any) -> tuple[str, Path]:
     """Shards are built and the folder is made by one rank; an error there is everybody's."""
-    from pipeline import outputs
+    from pipeline.training import final_outputs
     from shards.build import ensure
 
     said: tuple[str, str] | UserError | None = None
     if world.leads:
         try:
-            folder = outputs.make_folder(config)
+            folder = final_outputs.make_folder(config)
             said = (ensure(config.shards), str(folder))
         except UserError as error:
             said = error
@@ -131,10 +131,10 @@ def _on_lead_first(config: Config, world: Any) -> tuple[str, Path]:
 
 
 def _tracker(config: Config, world: Any, folder: Path, train: Any, state: dict[str, Any] | None) -> Any:
-    from pipeline import outputs
-    from pipeline.tracking import NullTracker, Tracker
+    from pipeline.tracking.tracker import NullTracker, Tracker
+    from pipeline.training import final_outputs
 
-    if not world.leads or outputs.finished(folder):
+    if not world.leads or final_outputs.finished(folder):
         return NullTracker()
     tags = {
         "method": config.method.name,
@@ -148,7 +148,7 @@ def _tracker(config: Config, world: Any, folder: Path, train: Any, state: dict[s
     }
     params = flatten(config.model_dump(mode="json"))
     bias = train.manifest.bias
-    name = outputs.run_name(config, train.manifest.source, bias.rho, bias.noise)
+    name = final_outputs.run_name(config, train.manifest.source, bias.rho, bias.noise)
     tracker = Tracker(config.tracking, folder, name, params, tags, state)
     tracker.dataset({"name": train.manifest.source, "digest": train.manifest.hash[:32], "source": train.url,
                      "samples": len(train), "classes": len(train.classes), "rho": bias.rho, "noise": bias.noise})  # fmt: skip

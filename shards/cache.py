@@ -16,10 +16,10 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from shards.base.settings import UserError
+from shards.base.storage import Store, patiently, redact
 from shards.config import CacheConfig
 from shards.manifest import FileInfo
-from shards.settings import UserError
-from shards.storage import Store, patiently, redact
 
 
 class NoRoom(UserError):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from shards.settings import Settings
+from shards.base.settings import Settings
 
 SourceName = Literal["digits", "cifar10", "cifar100", "webvision", "folder", "list"]
 NoiseKind = Literal["prior", "effective", "symmetric", "asymmetric", "none"]

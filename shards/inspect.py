@@ -16,12 +16,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from shards.base.settings import Settings, UserError, load, run
+from shards.base.storage import redact
 from shards.bias import counts_of
 from shards.config import CacheConfig
 from shards.picture import to_rgb
 from shards.reader import Split, open_split, read_manifest
-from shards.settings import Settings, UserError, load, run
-from shards.storage import redact
 from shards.verify import files, with_url
 
 ABOUT = "Show what is in finished shards, and draw a contact sheet of pictures with given and true labels."

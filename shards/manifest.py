@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import pyarrow as pa
 from pydantic import AfterValidator, Field, ValidationError
 
-from shards.settings import Settings, UserError
+from shards.base.settings import Settings, UserError
 
 FILE = "manifest.json"
 FORMAT, VERSION = "evenhand-shards", 1

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shards import bias
+from shards.base.settings import UserError
 from shards.config import BuildConfig
 from shards.manifest import BiasInfo
-from shards.settings import UserError
 from shards.sources import Collection, Rows
 
 MAX_TRANSITION_CLASSES = 256

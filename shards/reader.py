@@ -23,11 +23,11 @@ import pyarrow.parquet
 from numpy.typing import NDArray
 
 from shards import manifest
+from shards.base.settings import UserError
+from shards.base.storage import store_at
 from shards.cache import Cache, NoRoom
 from shards.config import CacheConfig
 from shards.manifest import FileInfo, Manifest, ShardInfo
-from shards.settings import UserError
-from shards.storage import store_at
 
 log = logging.getLogger(__name__)
 EAGER_BYTES = 1 << 30

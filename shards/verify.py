@@ -20,14 +20,14 @@ from PIL import Image
 from pydantic import Field
 
 from shards import manifest
+from shards.base.progress import Progress
+from shards.base.settings import Settings, UserError, load, run
+from shards.base.storage import Store, patiently, redact, store_at
 from shards.bias import counts_of
 from shards.config import CacheConfig
 from shards.manifest import FileInfo, Manifest, ShardInfo, SplitInfo
 from shards.picture import EXTENSIONS
-from shards.progress import Progress
 from shards.reader import read_manifest
-from shards.settings import Settings, UserError, load, run
-from shards.storage import Store, patiently, redact, store_at
 from shards.tar import BLOCK, header
 
 ABOUT = "Check finished shards: hashes, counts, indices and, if asked, that every picture can be decoded."

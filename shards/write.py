@@ -22,9 +22,9 @@ import pyarrow as pa
 import pyarrow.parquet
 from numpy.typing import NDArray
 
+from shards.base.storage import Store, store_at
 from shards.picture import Rules, admit
 from shards.sources import Reader, Rejected
-from shards.storage import Store, store_at
 from shards.tar import TarWriter
 
 _quoted: Callable[[str], str] = json.encoder.encode_basestring  # a JSON string, not only ASCII

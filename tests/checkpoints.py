@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.checkpoint import Checkpointer
-from pipeline.world import World
+from pipeline.checkpoints.checkpointer import Checkpointer
+from pipeline.distributed.world import World
 
 
 def tree_of(step: int) -> dict[str, Any]:

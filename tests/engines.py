@@ -9,20 +9,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint import Checkpointer
+from pipeline.checkpoints.checkpointer import Checkpointer
 from pipeline.config import Config
 from pipeline.data.batch import Batch, Pass, TrainingSet
 from pipeline.data.loader import Loader
-from pipeline.engine import Engine, make_engine
+from pipeline.distributed.step_sync import Wish
+from pipeline.distributed.world import World
+from pipeline.engines.engine import Engine, make_engine
 from pipeline.methods.base import Method, Stage
 from pipeline.methods.options import load_method
-from pipeline.pulse import Wish
-from pipeline.tracking import NullTracker
-from pipeline.trainer import Trainer
-from pipeline.world import World
+from pipeline.tracking.tracker import NullTracker
+from pipeline.training.trainer import Trainer
+from shards.base.settings import merge
 from shards.config import CacheConfig
 from shards.reader import Split, open_split
-from shards.settings import merge
 
 SMALL: dict[str, Any] = {
     "data": {"batch": 64, "size": 8, "padding": 1, "threads": 1},

@@ -11,7 +11,7 @@ from trained import Trained, train
 @pytest.fixture(scope="session")
 def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An empty MLflow database; making its tables takes seconds, copying it does not."""
-    from pipeline.shipping import connect
+    from pipeline.tracking.mlflow_sync import connect
 
     database = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
     connect(f"sqlite:///{database}")

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from pipeline.world import World
+from pipeline.distributed.world import World
 
 
 def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:

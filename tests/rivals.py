@@ -15,11 +15,11 @@ from PIL import Image
 from pipeline.config import Config
 from pipeline.data.batch import Batch, TrainingSet
 from pipeline.data.loader import Loader
-from pipeline.engine import TorchEngine
+from pipeline.distributed.world import World
+from pipeline.engines.engine import TorchEngine
 from pipeline.methods.base import Method
 from pipeline.methods.options import load_method
-from pipeline.survey import Survey, take_survey
-from pipeline.world import World
+from pipeline.methods.parts.survey import Survey, take_survey
 
 SIZE, CLASSES, SAMPLES = 8, 3, 45
 

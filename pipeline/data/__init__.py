@@ -1,0 +1,1 @@
+"""From shards to batches: sampling, decoding, crops, augmentation. The same on any number of ranks."""

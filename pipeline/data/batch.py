@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.data import order
-from pipeline.data.randoms import keyed_generator
+from pipeline.data import sampling
+from pipeline.data.keyed_random import keyed_generator
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class TrainingSet:
 
     def shuffled(self, tick: int, subset: np.ndarray | None = None, stream: int = 0) -> np.ndarray:
         """Every sample (of the subset) once, in the order of this tick."""
-        return order.shuffled(len(self), self.seed, tick, stream, subset, self.shard_sizes, self.shuffle_window)
+        return sampling.shuffled(len(self), self.seed, tick, stream, subset, self.shard_sizes, self.shuffle_window)
 
     def balanced(self, tick: int, length: int, stream: int = 0) -> np.ndarray:
         """`length` samples, every class equally often, cycling inside a class."""
-        return order.balanced(self.given, self.classes, self.seed, tick, length, stream)
+        return sampling.balanced(self.given, self.classes, self.seed, tick, length, stream)
 
 
 @dataclass(frozen=True)

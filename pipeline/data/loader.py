@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from pipeline.config import DataConfig
-from pipeline.data import augment, order
+from pipeline.data import augment, sampling
 from pipeline.data.batch import Batch, Pass
 from pipeline.data.decode import DRAWS, GREY, DecodeError, Views, centre, decode
-from pipeline.data.randoms import uniform
-from pipeline.data.rows import Micro, Rows, micro_batches, survey_batches
-from pipeline.world import World
-from shards.settings import UserError
+from pipeline.data.keyed_random import uniform
+from pipeline.data.partition import Micro, Rows, micro_batches, survey_batches
+from pipeline.distributed.world import World
+from shards.base.settings import UserError
 
 KEEP_BYTES = 256 << 20
 _AUGMIX = crc32(b"augmix")
@@ -98,7 +98,7 @@ class Loader:
 
     def steps(self, walk: Pass) -> int:
         """Optimiser steps of a pass."""
-        return order.steps(len(walk.order), walk.batch or self.config.batch)
+        return sampling.steps(len(walk.order), walk.batch or self.config.batch)
 
     def batches(self, walk: Pass, tick: int, first_step: int = 0) -> Iterator[Batch]:
         """This rank's micro-batches from `first_step` on."""

@@ -14,14 +14,14 @@ from torch.nn import functional as F
 
 from pipeline.config import Config
 from pipeline.data.batch import Batch, Pass, TrainingSet
-from pipeline.data.randoms import keyed_generator
-from pipeline.losses import cross_entropy, full_precision
+from pipeline.data.keyed_random import keyed_generator
+from pipeline.distributed.world import World
 from pipeline.methods import options
 from pipeline.methods.base import Beliefs, OneNetwork, Stage
-from pipeline.methods.memory import accumulate
+from pipeline.methods.parts.losses import cross_entropy, full_precision
+from pipeline.methods.parts.per_sample import accumulate
+from pipeline.methods.parts.survey import Survey
 from pipeline.models.network import Network
-from pipeline.survey import Survey
-from pipeline.world import World
 
 RUNS, RETRAINING = 2, 2  # stages 0 and 1 measure, stage 2 trains
 _FAKES = 0xA0A0  # keeps this draw apart from other uses of the seed

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from pipeline.config import Config, OptimConfig
 from pipeline.data.batch import Batch, Pass, TrainingSet
+from pipeline.distributed.world import World
+from pipeline.methods.parts.survey import Survey
 from pipeline.models.network import Average, Network, unit
-from pipeline.survey import Survey
-from pipeline.world import World
 
 
 @dataclass(frozen=True)

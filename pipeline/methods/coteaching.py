@@ -11,15 +11,15 @@ from torch import Tensor
 
 from pipeline.config import Config
 from pipeline.data.batch import Batch, TrainingSet
-from pipeline.log import log
-from pipeline.losses import sample_losses
+from pipeline.distributed.world import World
 from pipeline.methods import options
 from pipeline.methods.base import Beliefs
-from pipeline.methods.memory import places, remember
-from pipeline.methods.mixture import Fit, posterior_by_class
+from pipeline.methods.parts.gaussian_mixture import Fit, posterior_by_class
+from pipeline.methods.parts.losses import sample_losses
+from pipeline.methods.parts.per_sample import places, remember
+from pipeline.methods.parts.survey import Survey
 from pipeline.methods.two_networks import TwoNetworks
-from pipeline.survey import Survey
-from pipeline.world import World
+from pipeline.process.log import log
 
 
 class CoTeaching(TwoNetworks):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from pipeline.data.batch import Batch
-from pipeline.losses import cross_entropy
 from pipeline.methods.base import OneNetwork
+from pipeline.methods.parts.losses import cross_entropy
 
 
 class CrossEntropy(OneNetwork):

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeline import mixing
 from pipeline.config import Config
 from pipeline.data.batch import Batch, Pass, TrainingSet
-from pipeline.losses import cross_entropy, full_precision, sample_losses, soft_cross_entropy
+from pipeline.distributed.world import World
 from pipeline.methods import options
 from pipeline.methods.base import Beliefs
-from pipeline.methods.mixture import Fit, normalised, posterior, sharpen
+from pipeline.methods.parts import mixup
+from pipeline.methods.parts.gaussian_mixture import Fit, normalised, posterior, sharpen
+from pipeline.methods.parts.losses import cross_entropy, full_precision, sample_losses, soft_cross_entropy
+from pipeline.methods.parts.survey import Survey
 from pipeline.methods.two_networks import TwoNetworks
 from pipeline.models.network import Network
-from pipeline.survey import Survey
-from pipeline.world import World
 
 T = TypeVar("T")
 FIT = Fit(iterations=10, tolerance=1e-2, floor=5e-4)
@@ -151,8 +151,8 @@ class DivideMix(TwoNetworks):
         streams = [batch] if batch.beside is None else [batch, batch.beside]
         images, target, valid = self._stacked(streams, self._guess(n, streams))
         partner = pair_across(streams, MIX_PARTNER)
-        lam = mixing.coefficient(batch, self.options.mixup, MIX_COEFFICIENT, fold=True)
-        images, target = mixing.mix(images, partner, lam), mixing.mix(target, partner, lam)
+        lam = mixup.coefficient(batch, self.options.mixup, MIX_COEFFICIENT, fold=True)
+        images, target = mixup.mix(images, partner, lam), mixup.mix(target, partner, lam)
         rows = 2 * len(batch.index)  # the labelled ones come first
         if not self.options.unlabelled:
             images, target, valid = images[:rows], target[:rows], valid[:rows]
@@ -216,11 +216,11 @@ def mean_prediction(networks: Sequence[Network], batch: Batch) -> Tensor:
 def pair_across(streams: Sequence[Batch], purpose: int) -> Tensor:
     """Mixing partners for both views of all streams; groups of the same number mix across streams."""
     keys = torch.cat([stream.index * len(streams) + number for number, stream in enumerate(streams)])
-    groups = torch.cat([mixing.apart(stream) for stream in streams])
+    groups = torch.cat([mixup.apart(stream) for stream in streams])
     ends = np.cumsum([0, *(2 * len(stream.index) for stream in streams)])
     places = [torch.arange(start, stop, device=keys.device).view(2, -1) for start, stop in pairwise(ends.tolist())]
     seed = int(streams[0].generator(purpose).integers(2**31))
-    return mixing.pair_within(groups, keys, torch.cat(places, 1), seed)
+    return mixup.pair_within(groups, keys, torch.cat(places, 1), seed)
 
 
 @full_precision

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeline import mixing
 from pipeline.config import Config
 from pipeline.data.batch import Batch, TrainingSet
-from pipeline.losses import cross_entropy, full_precision, soft_cross_entropy
+from pipeline.distributed.world import World
 from pipeline.methods import options
 from pipeline.methods.base import Beliefs, OneNetwork
-from pipeline.methods.memory import remember
+from pipeline.methods.parts import mixup
+from pipeline.methods.parts.losses import cross_entropy, full_precision, soft_cross_entropy
+from pipeline.methods.parts.per_sample import remember
 from pipeline.methods.two_networks import TwoNetworks
 from pipeline.models.network import Network
-from pipeline.world import World
-from shards.settings import UserError
+from shards.base.settings import UserError
 
 LEAST = 1e-4  # predictions stay this far from 0 and 1
 COEFFICIENT, PARTNER = 1, 3  # purposes of random numbers; the second network uses the next ones
@@ -102,11 +102,11 @@ class ELRPlus(TwoNetworks):
         with torch.no_grad():
             fresh = prediction(self.teacher(1 - n)(images)[1], 0.0)
         remember(self.memory[:, n], batch, fresh, self.world, keep=self.options.beta)
-        lam = mixing.coefficient(batch, self.options.mixup, COEFFICIENT + n, fold=True)
-        partner = mixing.partners(batch, 1, PARTNER + n)
-        target = mixing.mix(F.one_hot(batch.label, self.data.classes).float(), partner, lam)
-        memory = mixing.mix(self.memory[batch.index, n], partner, lam)
-        _, logits = self.network(n)(mixing.mix(images, partner, lam))
+        lam = mixup.coefficient(batch, self.options.mixup, COEFFICIENT + n, fold=True)
+        partner = mixup.partners(batch, 1, PARTNER + n)
+        target = mixup.mix(F.one_hot(batch.label, self.data.classes).float(), partner, lam)
+        memory = mixup.mix(self.memory[batch.index, n], partner, lam)
+        _, logits = self.network(n)(mixup.mix(images, partner, lam))
         if self.options.remembered_targets:
             target = target * memory
             target = target / target.sum(1, keepdim=True).clamp_min(1e-12)

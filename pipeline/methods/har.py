@@ -18,17 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import Config
-from pipeline.data import order
+from pipeline.data import sampling
 from pipeline.data.batch import Batch, Pass, TrainingSet
-from pipeline.data.randoms import keyed_generator
-from pipeline.losses import cross_entropy, sample_losses
+from pipeline.data.keyed_random import keyed_generator
+from pipeline.distributed.world import World
 from pipeline.methods import options
 from pipeline.methods.base import OneNetwork, Stage
 from pipeline.methods.ldam import class_weights
+from pipeline.methods.parts.losses import cross_entropy, sample_losses
+from pipeline.methods.parts.survey import Survey
 from pipeline.models.network import Network
-from pipeline.survey import Survey
-from pipeline.world import World
-from shards.settings import UserError
+from shards.base.settings import UserError
 
 PROBE, MAIN = 0, 1
 _SPLIT = 0x4A1F  # keeps this draw apart from other uses of the seed
@@ -38,7 +38,7 @@ def halves(data: TrainingSet) -> np.ndarray:
     """(N,) bool: the held-out half, drawn class by class; of an odd number the greater part is trained on."""
     shuffled = keyed_generator(data.seed, _SPLIT).permutation(len(data))
     held = np.zeros(len(data), bool)
-    held[shuffled] = order.occurrence(data.given[shuffled]) % 2 == 1
+    held[shuffled] = sampling.occurrence(data.given[shuffled]) % 2 == 1
     return held
 
 

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 from pipeline.config import Config
 from pipeline.data.batch import Batch, TrainingSet
-from pipeline.losses import cross_entropy, full_precision
+from pipeline.distributed.world import World
 from pipeline.methods import options
 from pipeline.methods.base import OneNetwork
-from pipeline.world import World
+from pipeline.methods.parts.losses import cross_entropy, full_precision
 
 
 def class_margins(counts_K: np.ndarray, largest: float) -> Tensor:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipeline import mixing
 from pipeline.config import Config
 from pipeline.data.batch import Batch, TrainingSet
-from pipeline.log import log
-from pipeline.losses import full_precision, sample_losses
+from pipeline.distributed.world import World
 from pipeline.methods import options
 from pipeline.methods.base import Beliefs, OneNetwork
-from pipeline.methods.memory import remember
-from pipeline.survey import Survey
-from pipeline.world import World
+from pipeline.methods.parts import mixup
+from pipeline.methods.parts.losses import full_precision, sample_losses
+from pipeline.methods.parts.per_sample import remember
+from pipeline.methods.parts.survey import Survey
+from pipeline.process.log import log
 
 DROPOUT = 1  # purpose of random numbers
 
@@ -66,7 +66,7 @@ class MentorNet(OneNetwork):
         remember(self.weight, batch, weight, self.world)
         remember(self.score, batch, torch.exp(-loss_B), self.world)
         early = self.progress < self.options.dropout_part
-        seen = mixing.chances(batch, DROPOUT) >= (self.options.dropout if early else self.options.dropout_late)
+        seen = mixup.chances(batch, DROPOUT) >= (self.options.dropout if early else self.options.dropout_late)
         loss = self.world.mean_over(loss_B, weight * seen * batch.valid)
         return {"loss": loss, "moving_percentile": self.moving.clone()}
 

@@ -13,16 +13,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pipeline.config import Config
-from pipeline.data import order
+from pipeline.data import sampling
 from pipeline.data.batch import Batch, Pass, TrainingSet
-from pipeline.losses import cross_entropy, full_precision, prototype_logits
+from pipeline.distributed.world import World
 from pipeline.methods import options
 from pipeline.methods.base import Beliefs, Stage
-from pipeline.methods.embedding import Embedding
+from pipeline.methods.parts.losses import cross_entropy, full_precision, prototype_logits
+from pipeline.methods.parts.survey import Survey
+from pipeline.methods.prototype_method import Embedding
 from pipeline.models.network import Average, unit
-from pipeline.survey import Survey
-from pipeline.world import World
-from shards.settings import UserError
+from shards.base.settings import UserError
 
 MAIN, RETRAIN = 0, 1
 
@@ -117,7 +117,7 @@ class MoPro(Embedding):
         if not used.any():
             used[:] = True
         label = np.where(used, self.label.cpu().numpy(), -1)
-        walk = order.balanced(label, self.data.classes, self.data.seed, self.tick(), int(used.sum()))
+        walk = sampling.balanced(label, self.data.classes, self.data.seed, self.tick(), int(used.sum()))
         return [Pass(walk)]
 
     def train(self, mode: bool = True) -> MoPro:

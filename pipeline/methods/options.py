@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from shards.settings import Settings
+from shards.base.settings import Settings
 
 if TYPE_CHECKING:
     from pipeline.methods.base import Method

@@ -10,16 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipeline import cleaning
 from pipeline.config import Config
 from pipeline.data.batch import Batch, Pass, TrainingSet
-from pipeline.losses import cross_entropy, given_confidence, instance_contrastive, prototype_logits
+from pipeline.distributed.world import World
 from pipeline.methods.base import Beliefs, Stage
-from pipeline.methods.embedding import VIEWS, Embedding
 from pipeline.methods.options import Prototypical as Options
-from pipeline.prototypes import class_prototypes
-from pipeline.survey import Survey
-from pipeline.world import World
+from pipeline.methods.parts import cleaning
+from pipeline.methods.parts.losses import cross_entropy, given_confidence, instance_contrastive, prototype_logits
+from pipeline.methods.parts.prototypes import class_prototypes
+from pipeline.methods.parts.survey import Survey
+from pipeline.methods.prototype_method import VIEWS, Embedding
 
 WARMUP, MAIN = 0, 1
 PRESETS = {

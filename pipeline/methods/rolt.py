@@ -12,15 +12,15 @@ from torch import Tensor
 
 from pipeline.config import Config
 from pipeline.data.batch import Batch, TrainingSet
-from pipeline.losses import full_precision
+from pipeline.distributed.world import World
 from pipeline.methods import options
 from pipeline.methods.decoupling import centred
 from pipeline.methods.dividemix import DivideMix
 from pipeline.methods.ldam import class_weights
-from pipeline.methods.mixture import Fit, posterior_by_class
-from pipeline.prototypes import class_sums
-from pipeline.survey import Survey
-from pipeline.world import World
+from pipeline.methods.parts.gaussian_mixture import Fit, posterior_by_class
+from pipeline.methods.parts.losses import full_precision
+from pipeline.methods.parts.prototypes import class_sums
+from pipeline.methods.parts.survey import Survey
 
 FIT = Fit()
 

@@ -13,14 +13,14 @@ from torch.nn import functional as F
 
 from pipeline.config import Config
 from pipeline.data.batch import Batch, Pass, TrainingSet
-from pipeline.losses import cross_entropy, full_precision, instance_contrastive
+from pipeline.distributed.world import World
 from pipeline.methods import options
 from pipeline.methods.base import Beliefs, Stage
-from pipeline.methods.embedding import VIEWS, Embedding
+from pipeline.methods.parts.losses import cross_entropy, full_precision, instance_contrastive
+from pipeline.methods.parts.prototypes import class_prototypes
+from pipeline.methods.parts.survey import Survey
+from pipeline.methods.prototype_method import VIEWS, Embedding
 from pipeline.models.network import unit
-from pipeline.prototypes import class_prototypes
-from pipeline.survey import Survey
-from pipeline.world import World
 
 WARMUP, MAIN = 0, 1
 

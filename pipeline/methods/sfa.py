@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from pipeline.config import Config
 from pipeline.data.batch import Batch, TrainingSet
-from pipeline.data.randoms import keyed_generator
-from pipeline.losses import cross_entropy, full_precision, given_confidence
+from pipeline.data.keyed_random import keyed_generator
+from pipeline.distributed.world import World
 from pipeline.methods import options
+from pipeline.methods.parts.losses import cross_entropy, full_precision, given_confidence
+from pipeline.methods.parts.survey import Survey
 from pipeline.methods.rolt import RoLT
 from pipeline.models.network import Average
-from pipeline.survey import Survey
-from pipeline.world import World
 
 CENTROIDS = 3  # purpose of random numbers
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from pipeline.config import Config
 from pipeline.data.batch import TrainingSet
+from pipeline.distributed.world import World
 from pipeline.methods.base import Method
 from pipeline.models.network import Average, Network, unit
-from pipeline.world import World
 
 
 class TwoNetworks(Method):

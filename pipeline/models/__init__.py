@@ -1,0 +1,1 @@
+"""Networks: backbone, linear head, projector to the unit sphere, average of the weights."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from pipeline.config import ModelConfig
 from pipeline.models.preact_resnet import PreActResNet18
-from shards.settings import UserError
+from shards.base.settings import UserError
 
 
 def build_backbone(config: ModelConfig) -> tuple[nn.Module, int]:
@@ -30,9 +30,9 @@ def build_backbone(config: ModelConfig) -> tuple[nn.Module, int]:
 
 
 def _timm(name: str) -> tuple[nn.Module, int]:
-    from pipeline.models import vision_ops
+    from pipeline.models import torchvision_compat
 
-    vision_ops.prepare()
+    torchvision_compat.prepare()
     import timm
 
     if name not in timm.list_models():

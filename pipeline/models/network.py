@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.config import ModelConfig
-from pipeline.losses import full_precision
+from pipeline.methods.parts.losses import full_precision
 from pipeline.models.backbones import build_backbone
 
 

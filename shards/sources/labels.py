@@ -11,8 +11,8 @@ import pyarrow.csv
 import pyarrow.parquet
 from numpy.typing import NDArray
 
+from shards.base.settings import UserError
 from shards.config import BuildConfig
-from shards.settings import UserError
 from shards.sources import Collection
 from shards.sources.files import first_true
 

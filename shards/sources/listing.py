@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.compute
 from numpy.typing import NDArray
 
+from shards.base.settings import UserError
 from shards.config import BuildConfig
-from shards.settings import UserError
 from shards.sources import Collection, Log, Rows
 from shards.sources.files import FileReader, drop_missing, first_true, refuse_shared
 from shards.sources.folder import split_off

@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-from pipeline import checkpoint
 from pipeline import config as configuration
-from pipeline.checkpoint import Loaded, read_checkpoint
+from pipeline.checkpoints import checkpointer
+from pipeline.checkpoints.checkpointer import Loaded, read_checkpoint
 from pipeline.config import Config
-from pipeline.pulse import Stopped
+from pipeline.distributed.step_sync import Stopped
+from pipeline.distributed.world import World
 from pipeline.train import build
-from pipeline.trainer import Trainer
-from pipeline.world import World
+from pipeline.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -83,8 +83,8 @@ def train(config: Config, stop_at: int = 0, prepare: Callable[[Trainer], object]
 
 def let_go() -> None:
     """Give up the output folder, as the end of a process would."""
-    while checkpoint._held:
-        checkpoint._held.pop().close()
+    while checkpointer._held:
+        checkpointer._held.pop().close()
 
 
 # -- comparing -------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from checkpoints import small_disk as small_disk
 from jobs import TINY, differences, let_go, make, settings, train, truth
 
 from pipeline import train as command
-from pipeline.checkpoint import SaveError
-from pipeline.trainer import Trainer
-from shards.settings import UserError
+from pipeline.checkpoints.checkpointer import SaveError
+from pipeline.training.trainer import Trainer
+from shards.base.settings import UserError
 
 
 @pytest.fixture(scope="module")

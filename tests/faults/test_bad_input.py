@@ -22,13 +22,13 @@ from ranks import on_ranks
 from test_stop_anywhere import leg
 
 from pipeline import train as command
-from pipeline.trainer import Trainer
-from pipeline.trouble import explain
-from pipeline.world import World
-from shards import storage
+from pipeline.distributed.world import World
+from pipeline.process.diagnose import explain
+from pipeline.training.trainer import Trainer
+from shards.base import storage
+from shards.base.settings import UserError
 from shards.build import ensure
 from shards.config import BuildConfig
-from shards.settings import UserError
 
 
 def ends_with(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:

@@ -13,8 +13,8 @@ import pytest
 from jobs import PLAIN, ROOT, settings, wait_for_step
 from ranks import free_port, on_ranks, worker_env
 
+from pipeline.distributed.world import World
 from pipeline.train import build
-from pipeline.world import World
 
 pytestmark = pytest.mark.dist
 

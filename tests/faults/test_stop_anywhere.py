@@ -13,10 +13,10 @@ from jobs import PLAIN, Counting, differences, let_go, lost_or_repeated, make, s
 from ranks import on_ranks
 
 from pipeline.config import Config
-from pipeline.pulse import Stopped
+from pipeline.distributed.step_sync import Stopped
+from pipeline.distributed.world import World
 from pipeline.train import build
-from pipeline.trainer import Trainer
-from pipeline.world import World
+from pipeline.training.trainer import Trainer
 
 
 class Places:

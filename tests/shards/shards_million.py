@@ -64,10 +64,10 @@ def below(process: str) -> Iterator[str]:
 
 
 def build(samples: int, output: str) -> dict[str, float]:
+    from shards.base.storage import store_at
     from shards.build import Build
     from shards.config import BuildConfig
     from shards.sources import Collection, Rows
-    from shards.storage import store_at
 
     labels = (np.arange(samples) % 1000).astype(np.int32)
     chunks = [

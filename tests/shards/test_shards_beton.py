@@ -10,8 +10,8 @@ import pytest
 from shards_help import Build, fill, picture, pixels
 
 from shards import beton
+from shards.base.settings import UserError
 from shards.reader import open_split
-from shards.settings import UserError
 
 needs_ffcv = pytest.mark.skipif(importlib.util.find_spec("ffcv") is None, reason="ffcv is not installed")
 
@@ -77,7 +77,7 @@ def test_without_the_package_it_says_what_to_install(
 
 @needs_ffcv
 def test_a_writer_that_dies_ends_the_build(tmp_path: Path, build: Build) -> None:
-    from shards import storage
+    from shards.base import storage
     from shards.reader import read_manifest
 
     url = build(source="folder", path=str(fill(tmp_path / "in", {"ant": 6, "bee": 5})))

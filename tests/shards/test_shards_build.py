@@ -20,10 +20,10 @@ from shards_help import fill
 
 from shards import build as building
 from shards import reader
+from shards.base.settings import UserError
 from shards.build import ensure
 from shards.config import BuildConfig
 from shards.reader import open_split
-from shards.settings import UserError
 
 
 def quiet(text: str) -> None:

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from shards_help import Build, pixels
 
+from shards.base.settings import UserError
 from shards.reader import open_split
-from shards.settings import UserError
-from shards.sources import batches, cifar
+from shards.sources import cifar, plain_pickle
 
 
 class TestCifar:
@@ -63,14 +63,14 @@ class TestCifar:
         kind = b"cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R(K\x03U\x01|NNN" + numbers + b"K\x00tb"
         content = b"\x89U\x06abc\xffeftb"
         labels = b"U\x06labels]q\x02(K\x03K\x00eu."
-        found = batches.read_batch(b"\x80\x02}q\x01(U\x04data" + array + kind + content + labels)
+        found = plain_pickle.read_batch(b"\x80\x02}q\x01(U\x04data" + array + kind + content + labels)
         assert found["data"].tolist() == [[97, 98, 99], [255, 101, 102]]
         assert found["labels"] == [3, 0]
 
     @pytest.mark.parametrize("data", [b"", b"\x80\x02", b"\x80\x02K\x01.", b"garbage", pickle.dumps({"a": {1, 2}})])
     def test_damaged_batches(self, data: bytes) -> None:
-        with pytest.raises(batches.NotPlainData):
-            batches.read_batch(data)
+        with pytest.raises(plain_pickle.NotPlainData):
+            plain_pickle.read_batch(data)
 
     def test_neither_way_worked(self, tmp_path: Path, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
         def refused(*_: object, **__: object) -> None:

@@ -7,9 +7,9 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shards.base.settings import UserError
 from shards.config import BuildConfig
 from shards.plan import make_plan
-from shards.settings import UserError
 from shards.sources import Collection, Rows
 
 

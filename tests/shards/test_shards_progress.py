@@ -6,8 +6,8 @@ import io
 
 import pytest
 
-from shards import progress
-from shards.progress import Progress
+from shards.base import progress
+from shards.base.progress import Progress
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from shards_help import Build, contents, fill, start, words
 
 from shards import builder
 from shards import write as writing
+from shards.base.settings import UserError
+from shards.base.storage import LocalStore, store_at
 from shards.config import BuildConfig
 from shards.reader import open_split
-from shards.settings import UserError
 from shards.sources import collect
-from shards.storage import LocalStore, store_at
 
 
 @pytest.fixture

@@ -17,13 +17,14 @@ from pathlib import Path
 import pytest
 from shards_help import fill
 
-from shards import storage, verify
+from shards import verify
+from shards.base import storage
+from shards.base.settings import UserError
+from shards.base.storage import store_at
 from shards.build import ensure
 from shards.cache import Cache
 from shards.config import BuildConfig, CacheConfig
 from shards.reader import open_split, read_manifest
-from shards.settings import UserError
-from shards.storage import store_at
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto")

@@ -14,10 +14,10 @@ import pyarrow.parquet
 import pytest
 from shards_help import Build, fill, picture
 
+from shards.base.settings import UserError
 from shards.build import ensure
 from shards.config import BuildConfig, CacheConfig
 from shards.reader import open_split
-from shards.settings import UserError
 from shards.sources.labels import read_table
 
 

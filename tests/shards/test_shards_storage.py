@@ -19,14 +19,15 @@ import pytest
 from shards_help import fill
 
 from shards import build as building
-from shards import inspect, reader, storage, verify
+from shards import inspect, reader, verify
+from shards.base import storage
+from shards.base.settings import UserError
+from shards.base.storage import patiently, redact, store_at
 from shards.build import ensure
 from shards.cache import Cache
 from shards.config import BuildConfig, CacheConfig
 from shards.manifest import ShardInfo
 from shards.reader import open_split, read_manifest
-from shards.settings import UserError
-from shards.storage import patiently, redact, store_at
 
 
 def quiet(text: str) -> None:

@@ -13,10 +13,10 @@ from PIL import Image
 from shards_help import fill, picture
 
 from shards import inspect, verify
+from shards.base.settings import UserError
 from shards.build import ensure
 from shards.config import BuildConfig, CacheConfig
 from shards.reader import open_split
-from shards.settings import UserError
 
 
 @pytest.fixture(scope="module")

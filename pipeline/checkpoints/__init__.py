@@ -1,0 +1,1 @@
+"""State on disk: checkpoints of a run, their file format, and one job per output folder."""

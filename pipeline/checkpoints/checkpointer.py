@@ -1,0 +1,346 @@
+"""Checkpoints of a run: written while it goes on, verified before use, the newest and the best kept.
+
+Only the lead writes, so only the lead reads: it picks the newest checkpoint whose every byte verifies and
+sends it to the other ranks. That works where ranks share no disk, reads the store once, and gives all ranks
+the same bytes.
+
+A checkpoint gets a name of its own (`step-000000123`, or `step-000000123.1` if that one is taken) and is
+never overwritten, so there is no moment without a complete one. On a local disk it is written under a
+temporary name and renamed; in an object store it counts from the moment its manifest, the last object, is
+there.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import socket
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Thread
+from typing import IO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.checkpoints import file_format
+from pipeline.checkpoints.file_format import MANIFEST, TEMPORARY, Damaged, Snapshot, Tree
+from pipeline.distributed.world import World
+from shards.base.settings import UserError
+from shards.base.storage import RemoteStore, Store, store_at
+
+log = logging.getLogger(__name__)
+BROADCAST_BYTES = 256 << 20
+
+
+class SaveError(RuntimeError):
+    """The last checkpoint could not be written. Worth another try, unlike a UserError."""
+
+
+@dataclass
+class Loaded:
+    name: str
+    step: int
+    tree: Tree
+    best: bool = False
+    rejected: list[str] = field(default_factory=list)  # sentences about newer checkpoints that were refused
+
+
+class Checkpointer:
+    """Saves and loads the checkpoints of one run. Every rank makes one and calls the same methods."""
+
+    def __init__(self, url: str, keep: int, world: World, background: bool = True) -> None:
+        self.store, self.keep, self.world, self.background = store_at(url), keep, world, background
+        self._host: dict[str, Tensor] = {}
+        self._thread: Thread | None = None
+        self._failure: str | None = None
+        self.newest: str | None = None  # the last one written or loaded, on the lead
+        self._refused: set[str] = set()  # did not verify when loading
+        if problem := world.share(_try_folder(self.store) if world.leads else None):
+            raise UserError(problem)
+
+    # -- saving ------------------------------------------------------------------------------------
+
+    def save(self, step: int, tree: Tree, *, best: bool = False, wait: bool = False) -> None:
+        """Copy the tree and write it in the background; the caller may change its tensors when this returns.
+
+        A failed write is told as a warning by the next save, and training goes on. With wait=True this
+        returns when the checkpoint is safe, and raises SaveError if it is not.
+        """
+        if not self.world.leads:
+            return
+        self._warn(self._settle())
+        tensors, state = file_format.encode(tree)
+        copies = self._copy(tensors)
+        self._thread = Thread(target=self._write, args=(step, best, copies, state), name="checkpoint")
+        self._thread.start()
+        if wait:
+            self._raise(self._settle())
+        elif not self.background:
+            self._warn(self._settle())
+
+    def close(self) -> None:
+        """Wait for the last write; SaveError if it failed."""
+        self._raise(self._settle())
+
+    def _settle(self) -> str | None:
+        """Wait for the write under way; the sentence about it if it failed."""
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        return failure
+
+    def _warn(self, failure: str | None) -> None:
+        if failure:
+            log.warning("%s Training goes on.", failure)
+
+    def _raise(self, failure: str | None) -> None:
+        if failure:
+            raise SaveError(failure)
+
+    def _copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Host copies; their memory is kept for the next save, since getting it costs more than copying."""
+        kept, self._host = self._host, {}
+        for name, tensor in tensors.items():
+            tensor = tensor.detach()
+            copy = kept.get(name)
+            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._host[name] = copy.copy_(tensor, non_blocking=True)
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            torch.cuda.synchronize()
+        return self._host
+
+    def _write(self, step: int, best: bool, tensors: dict[str, Tensor], state: bytes) -> None:
+        """In the writer's thread. Whatever goes wrong becomes a sentence for the training thread to tell."""
+        try:
+            taken = [number for found, number in map(file_format.key, file_format.listed(self.store)) if found == step]
+            name = f"step-{step:09d}" + (f".{max(taken) + 1}" if taken else "")
+            file_format.write(self.store, name, step, best, tensors, state)
+            self.newest = name
+        except Exception as error:
+            number = error.errno if isinstance(error, OSError) else None
+            reason = os.strerror(number) if number else f"{type(error).__name__}: {error}"
+            advice = _ADVICE.get(number, "Look after the store, or set checkpoint.url to another one.")
+            self._failure = f"The checkpoint of step {step} could not be written to {self.store}: {reason}. {advice}"
+            return
+        try:
+            self._prune(name)
+        except Exception as error:
+            log.warning("Old checkpoints in %s could not be removed: %s.", self.store, error)
+
+    def _prune(self, newest: str) -> None:
+        """Keep the last `keep` good ones and the best. What is ahead of `newest` was refused or belongs to
+        another try, and is left for a person to judge."""
+        names = [name for name in file_format.listed(self.store) if file_format.key(name) <= file_format.key(newest)]
+        complete: list[str] = []
+        best: str | None = None
+        for name in reversed([name for name in names if name not in self._refused]):
+            try:
+                manifest = file_format.read_manifest(self.store, name)
+            except (Damaged, UserError):
+                continue
+            complete.append(name)
+            best = name if best is None and manifest["best"] else best
+        for name in set(names) - set(complete[: self.keep]) - {best}:
+            file_format.remove(self.store, name)
+
+    # -- loading -----------------------------------------------------------------------------------
+
+    def load(self, name: str | None = None) -> Loaded | None:
+        """The newest checkpoint that verifies (or the one named), the same on all ranks; None if none is
+        there.
+
+        UserError if there are checkpoints and none of them can be used: starting again from nothing would
+        hide it.
+        """
+        return self._load([name] if name else None)
+
+    def best(self) -> Loaded | None:
+        """The newest checkpoint that was saved as the best one."""
+        self._warn(self._settle())
+        names = _best_ones(self.store, file_format.listed(self.store)) if self.world.leads else []
+        names = self.world.share(names)
+        return self._load(names) if names else None
+
+    def _load(self, names: list[str] | None) -> Loaded | None:
+        found: Snapshot | None = None
+        refused: dict[str, str] = {}
+        problem: UserError | None = None
+        self._warn(self._settle())
+        if self.world.leads:
+            try:
+                found, refused = choose(self.store, names or file_format.listed(self.store))
+            except UserError as error:
+                problem = error
+            self._refused |= set(refused)
+            for sentence in refused.values():
+                log.warning(sentence)
+        problem, refused = self.world.share((problem, refused))
+        if problem:
+            raise problem
+        found = self._spread(found)
+        self.newest = found.name if found else None
+        return Loaded(found.name, found.step, found.tree, found.best, [*refused.values()]) if found else None
+
+    def _spread(self, found: Snapshot | None) -> Snapshot | None:
+        """The lead's snapshot on every rank."""
+        if self.world.size == 1:
+            return found
+        facts = (found.name, found.step, found.best, found.state, len(found.tensors)) if found else None
+        facts = self.world.share(facts)
+        if facts is None:
+            return None
+        data = found.tensors if found else bytearray(facts[4])
+        for piece in torch.frombuffer(data, dtype=torch.uint8).split(BROADCAST_BYTES):
+            dist.broadcast(piece, src=0)
+        return found or Snapshot(*facts[:4], tensors=data)
+
+
+_ADVICE: dict[int | None, str] = {
+    errno.ENOSPC: "Free some space there, lower checkpoint.keep, or set checkpoint.url to another place.",
+    errno.EDQUOT: "Raise the quota, lower checkpoint.keep, or set checkpoint.url to another place.",
+    errno.EROFS: "Make it writable, or set checkpoint.url to another place.",
+    errno.EACCES: "Make it writable, or set checkpoint.url to another place.",
+}
+
+
+def _try_folder(store: Store) -> str | None:
+    """Find out before training, not after the first epoch, whether checkpoints can be written at all."""
+    name = f"{TEMPORARY}probe"
+    try:
+        if isinstance(store, RemoteStore):
+            store.fs.pipe_file(store.at(name), b"probe")
+            store.fs.rm_file(store.at(name))
+        else:
+            root = file_format.local(store)
+            root.mkdir(parents=True, exist_ok=True)
+            for left in root.glob(f"{TEMPORARY}*"):  # of a process that was killed while writing
+                shutil.rmtree(left, ignore_errors=True)
+            (root / name).mkdir()
+            (root / name).rmdir()
+    except (OSError, NotImplementedError) as error:
+        if isinstance(store, RemoteStore) and not isinstance(
+            error, PermissionError | FileNotFoundError | NotImplementedError
+        ):
+            raise  # a store that does not answer may answer at the next try
+        reason = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+        advice = "Make it writable, or set checkpoint.url to another place."
+        return f"Checkpoints cannot be written to {store}: {reason}. {advice}"
+    return None
+
+
+def choose(store: Store, names: list[str]) -> tuple[Snapshot | None, dict[str, str]]:
+    """The newest of `names` (oldest first) that verifies, and by name a sentence for each newer one."""
+    refused: dict[str, str] = {}
+    lost = False
+    for name in reversed(names):
+        try:
+            found = file_format.read(store, name)
+            _ = found.tree
+            return found, refused
+        except Damaged as error:
+            refused[name] = f"Checkpoint {store}/{name} is not used: {error}."
+            # A killed upload leaves objects without a manifest, and nothing is lost by that. A local folder
+            # gets its name only when it is complete, so one without a manifest has been damaged.
+            lost = lost or not isinstance(store, RemoteStore) or store.size(f"{name}/{MANIFEST}") is not None
+    if lost:
+        raise UserError(
+            "\n".join(refused.values()) + f"\nNo good checkpoint is left in {store}. "
+            "Bring back a good copy, or delete or rename that folder to start anew."
+        )
+    return None, refused
+
+
+def read_checkpoint(url: str | Path, best: bool = False) -> Loaded:
+    """The newest (or best) good checkpoint of a run's output folder or of its checkpoint folder, or the one
+    at `url` itself."""
+    store = store_at(str(url))
+    for place in (store, store_at(store.at("checkpoints"))):
+        names = file_format.listed(place)
+        found, refused = choose(place, (_best_ones(place, names) or names) if best else names)
+        for sentence in refused.values():
+            log.warning(sentence)
+        if found:
+            return Loaded(found.name, found.step, found.tree, found.best, [*refused.values()])
+    if store.size(MANIFEST) is not None:
+        try:
+            one = file_format.read(store, "")
+            return Loaded(store.url.rsplit("/", 1)[-1], one.step, one.tree, one.best)
+        except Damaged as error:
+            raise UserError(f"The checkpoint {store} cannot be used: {error}. Take another one.") from None
+    raise UserError(f"There is no checkpoint in {store}. Give the output folder of a run, or a folder step-….")
+
+
+def _best_ones(store: Store, names: list[str]) -> list[str]:
+    def is_best(name: str) -> bool:
+        try:
+            return bool(file_format.read_manifest(store, name)["best"])
+        except Damaged:
+            return False
+
+    return [name for name in names if is_best(name)]
+
+
+# -- one job per folder ----------------------------------------------------------------------------
+
+
+_held: list[IO[str]] = []  # closing a file would give up the lock on it
+
+
+def lock(output: str | Path, world: World | None = None, patience: float = 2.0) -> None:
+    """Make the output folder this job's own until its process is gone, however it goes.
+
+    A UserError on all ranks if another living job has it.
+    """
+    world = world or World()
+    problem: str | None = None
+    if world.leads:
+        try:
+            _take(Path(output), patience)
+        except UserError as error:
+            problem = str(error)
+    if problem := world.share(problem):
+        raise UserError(problem)
+
+
+def _take(folder: Path, patience: float) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / "lock", "a+")  # noqa: SIM115
+    except OSError as error:
+        raise UserError(
+            f"The output folder {folder} cannot be written ({error.strerror}). "
+            "Make it writable, or set output to another folder."
+        ) from None
+    until = time.monotonic() + patience  # a job that was just killed needs a moment to be gone
+    while not _locked(file):
+        if time.monotonic() > until:
+            file.seek(0)
+            holder = file.read(200).strip() or "unknown"
+            file.close()
+            raise UserError(
+                f"Another job ({holder}) is writing to {folder}. Wait for it, stop it, or set output to another folder."
+            )
+        time.sleep(0.1)
+    _held.append(file)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+
+
+def _locked(file: IO[str]) -> bool:
+    try:
+        # A record lock: unlike flock, it is not inherited by forked children, which may outlive the job.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        log.warning("%s cannot be locked (%s): take care not to start two jobs there.", file.name, error.strerror)
+    return True

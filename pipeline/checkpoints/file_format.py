@@ -1,0 +1,340 @@
+"""The file format of a checkpoint: one folder, three files, every byte accounted for.
+
+    tensors.safetensors   all tensors, by their path in the tree (any safetensors reader opens it)
+    state.json            the tree itself; a tensor stands in it as {"$tensor": "path"}
+    manifest.json         format, step, size and sha256 of the other two, and a seal over the manifest itself
+
+The manifest is written last. A folder whose bytes do not agree with it is refused with the reason. Nothing
+here can run code, and no name in a manifest is ever used as a path.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shards.base.settings import UserError
+from shards.base.storage import LocalStore, RemoteStore, Store, patiently
+
+FORMAT = 1
+TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
+TEMPORARY = ".tmp-"
+MAX_MANIFEST_BYTES = 1 << 20
+CHUNK = 8 << 20  # object stores resume a lost connection only between requests
+NAME = re.compile(r"step-(\d{9,})(?:\.(\d{1,6}))?")
+
+Tree = dict[str, Any]
+Pieces = Iterable[bytes | memoryview]
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class Damaged(Exception):
+    """This checkpoint is not what was written; the message says how one can tell."""
+
+
+@dataclass
+class Snapshot:
+    """A verified checkpoint, still as bytes."""
+
+    name: str
+    step: int
+    best: bool
+    state: bytes
+    tensors: bytearray
+
+    @functools.cached_property
+    def tree(self) -> Tree:
+        """The tree that was saved, tensors on the CPU with memory of their own."""
+        try:
+            return decode(self.state, parse_tensors(self.tensors))
+        except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
+            raise Damaged(f"its content cannot be read ({type(error).__name__}: {error})") from None
+
+
+# -- the tree --------------------------------------------------------------------------------------
+
+
+def encode(tree: Tree) -> tuple[dict[str, Tensor], bytes]:
+    """(tensors by path, JSON of the rest). Tuples come back as lists; everything else comes back equal."""
+    tensors: dict[str, Tensor] = {}
+
+    def visit(value: Any, path: str) -> Any:
+        if isinstance(value, Tensor):
+            name = path if path not in tensors else f"{path}#{len(tensors)}"
+            tensors[name] = value
+            return {"$tensor": name}
+        if isinstance(value, dict):
+            for key in value:
+                if not isinstance(key, str) or key.startswith("$"):
+                    raise TypeError(f"checkpoint: key {key!r} in '{path}' is not a string, or starts with $")
+            return {key: visit(inner, f"{path}/{key}" if path else key) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [visit(inner, f"{path}/{i}") for i, inner in enumerate(value)]
+        if type(value) is float and not math.isfinite(value):
+            return {"$float": repr(value)}  # JSON has no word for it
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        raise TypeError(f"checkpoint: '{path}' is a {type(value).__name__}, neither tensor nor JSON value")
+
+    shape = visit(tree, "")
+    return tensors, json.dumps(shape, allow_nan=False).encode()
+
+
+def decode(state: bytes, tensors: dict[str, Tensor]) -> Tree:
+    def visit(value: dict[str, Any]) -> Any:
+        if "$tensor" in value:
+            return tensors[value["$tensor"]]
+        return float(value["$float"]) if "$float" in value else value
+
+    tree = json.loads(state, object_hook=visit)
+    if not isinstance(tree, dict):
+        raise ValueError("state.json does not hold a mapping")
+    return tree
+
+
+# -- safetensors, as a stream ----------------------------------------------------------------------
+
+
+def stream_tensors(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """The safetensors file of contiguous CPU tensors, piece by piece.
+
+    The library's own writer holds the whole file in memory once more; pieces are hashed as they are written.
+    """
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps tensors aligned
+    header: dict[str, Any] = {}
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        kind = _DTYPE_NAMES[tensor.dtype]
+        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for name in order:
+        if tensors[name].numel():
+            whole = tensors[name].reshape(-1).view(torch.uint8).numpy().data
+            for at in range(0, len(whole), CHUNK):
+                yield whole[at : at + CHUNK]
+
+
+def parse_tensors(data: bytearray) -> dict[str, Tensor]:
+    begin = 8 + int.from_bytes(data[:8], "little")
+    if not 8 <= begin <= len(data):
+        raise ValueError("the header of tensors.safetensors is longer than the file")
+    out: dict[str, Tensor] = {}
+    whole = torch.frombuffer(data, dtype=torch.uint8)
+    for name, item in json.loads(data[8:begin]).items():
+        if name == "__metadata__":
+            continue
+        start, end = item["data_offsets"]
+        if not 0 <= start <= end <= len(data) - begin:
+            raise ValueError(f"'{name}' lies outside tensors.safetensors")
+        piece = whole[begin + start : begin + end].clone()
+        out[name] = piece.view(_DTYPES[item["dtype"]]).reshape(item["shape"])
+    return out
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def write(store: Store, name: str, step: int, best: bool, tensors: dict[str, Tensor], state: bytes) -> None:
+    """A complete checkpoint called `name`, or nothing that could be taken for one."""
+    if isinstance(store, RemoteStore):
+        fs = store.fs
+        try:
+            _fill(lambda file: fs.open(store.at(f"{name}/{file}"), "wb"), step, best, tensors, state)
+        except BaseException:
+            remove(store, name)
+            raise
+        return
+    root = local(store)
+    temporary = root / f"{TEMPORARY}{name}"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+        temporary.mkdir(parents=True)
+        _fill(lambda file: (temporary / file).open("xb"), step, best, tensors, state)
+        _flush_folder(temporary)
+        os.rename(temporary, root / name)
+        _flush_folder(root)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _fill(create: Callable[[str], Any], step: int, best: bool, tensors: dict[str, Tensor], state: bytes) -> None:
+    """Write the three files, the manifest last."""
+    files = {TENSORS: _put(create(TENSORS), stream_tensors(tensors)), STATE: _put(create(STATE), [state])}
+    manifest: Tree = {"format": FORMAT, "step": step, "best": best, "files": files}
+    manifest["seal"] = _seal(manifest)
+    _put(create(MANIFEST), [json.dumps(manifest, indent=1).encode()])
+
+
+def _put(open_file: Any, pieces: Pieces) -> dict[str, Any]:
+    """Write pieces to an open file, through to the disk if it has one; what the manifest says of it."""
+    digest, size = hashlib.sha256(), 0
+    with open_file as file:
+        for piece in pieces:
+            digest.update(piece)
+            size += len(piece)
+            file.write(piece)
+        file.flush()
+        if (number := _file_number(file)) is not None:
+            os.fsync(number)
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _file_number(file: Any) -> int | None:
+    try:
+        return int(file.fileno())
+    except (AttributeError, OSError):
+        return None
+
+
+def _flush_folder(folder: Path) -> None:
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _seal(manifest: Tree) -> str:
+    body = {key: value for key, value in manifest.items() if key != "seal"}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+# -- what is there ---------------------------------------------------------------------------------
+
+
+def key(name: str) -> tuple[int, int]:
+    """(step, number) of a checkpoint's name; later checkpoints have larger keys."""
+    match = NAME.fullmatch(name)
+    assert match, name
+    return int(match[1]), int(match[2] or 0)
+
+
+def local(store: Store) -> Path:
+    assert isinstance(store, LocalStore)
+    return store.root
+
+
+def _remote_names(store: RemoteStore) -> list[str]:
+    store.fs.invalidate_cache()
+    try:
+        return [path.rstrip("/").rsplit("/", 1)[-1] for path in store.fs.ls(store.at(""), detail=False)]
+    except FileNotFoundError:
+        return []
+
+
+def listed(store: Store) -> list[str]:
+    """Names of everything that looks like a checkpoint, oldest first."""
+    if isinstance(store, RemoteStore):
+        names = patiently(lambda: _remote_names(store), repr(store))
+    else:
+        root = local(store)
+        names = [entry.name for entry in os.scandir(root) if entry.is_dir()] if root.is_dir() else []
+    return sorted((name for name in names if NAME.fullmatch(name)), key=key)
+
+
+def remove(store: Store, name: str) -> None:
+    """Remove a checkpoint; interrupted half-way, what is left no longer counts as one."""
+    if isinstance(store, RemoteStore):
+        store.remove(f"{name}/{MANIFEST}")
+        store.remove_folder(name)
+    else:
+        trash = local(store) / f"{TEMPORARY}old-{name}"
+        shutil.rmtree(trash, ignore_errors=True)
+        os.rename(local(store) / name, trash)
+        shutil.rmtree(trash, ignore_errors=True)
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def read_manifest(store: Store, name: str) -> Tree:
+    """The manifest of a checkpoint, its seal checked."""
+    path = f"{name}/{MANIFEST}" if name else MANIFEST
+    size = store.size(path)
+    if size is None:
+        raise Damaged(f"{MANIFEST} is missing, so it was never finished or has lost files")
+    if size > MAX_MANIFEST_BYTES:
+        raise Damaged(f"{MANIFEST} has {size} bytes, more than any manifest")
+    try:
+        manifest = json.loads(store.read(path, MAX_MANIFEST_BYTES) or b"")
+        version, files = manifest["format"], dict(manifest["files"])
+    except (ValueError, LookupError, TypeError, RecursionError):
+        raise Damaged(f"{MANIFEST} is not readable") from None
+    if isinstance(version, int) and version > FORMAT:
+        raise UserError(
+            f"{store}/{name} is from a newer version (its format is {version}, this one knows {FORMAT}). "
+            "Install the newer version, or point checkpoint.url at another folder."
+        )
+    if strange := sorted(set(files) - {TENSORS, STATE}):
+        raise Damaged(f"{MANIFEST} names {strange[0]!r}, which has no place in a checkpoint")
+    if set(files) != {TENSORS, STATE} or version != FORMAT or manifest.get("seal") != _seal(manifest):
+        raise Damaged(f"{MANIFEST} has been changed since it was written")
+    if NAME.fullmatch(name) and key(name)[0] != manifest["step"]:
+        raise Damaged(f"{MANIFEST} belongs to step {manifest['step']}")
+    return manifest
+
+
+def read(store: Store, name: str) -> Snapshot:
+    """The checkpoint with every byte checked; Damaged if any is wrong."""
+    manifest = read_manifest(store, name)
+    data: dict[str, bytearray] = {}
+    for file, said in manifest["files"].items():
+        path = f"{name}/{file}" if name else file
+        size = store.size(path)
+        if size is None:
+            raise Damaged(f"{file} is missing")
+        if size != said["bytes"]:
+            raise Damaged(f"{file} has {size} bytes instead of {said['bytes']}")
+        data[file] = _fetch(store, path, size)
+        if hashlib.sha256(data[file]).hexdigest() != said["sha256"]:
+            raise Damaged(f"{file} has other bytes than were written (sha256 differs)")
+    return Snapshot(name, manifest["step"], manifest["best"], bytes(data[STATE]), data[TENSORS])
+
+
+def _fetch(store: Store, path: str, size: int) -> bytearray:
+    if not isinstance(store, RemoteStore):
+        try:
+            return bytearray((local(store) / path).read_bytes())
+        except OSError as error:
+            raise Damaged(f"{path} cannot be read ({error.strerror or error})") from None
+    out = bytearray()
+    while len(out) < size:
+        piece = store.fs.cat_file(store.at(path), start=len(out), end=min(size, len(out) + CHUNK))
+        if not piece:
+            raise Damaged(f"{path} ends after {len(out)} bytes")
+        out += piece
+    return out

@@ -1,0 +1,104 @@
+"""Which rows of a pass a rank holds, micro-batch by micro-batch: the pure half of the loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.data import sampling
+from pipeline.data.batch import Pass
+
+LEAST_ROWS = 2  # batch norm needs two
+MAIN, BESIDE = 0, 1  # streams of a pass
+
+
+@dataclass(frozen=True)
+class Rows:
+    """This rank's rows of one stream in one micro-batch."""
+
+    stream: int
+    index: np.ndarray  # (B,) int64 samples
+    seen: np.ndarray  # (B,) int64 how often the sample came before in this stream
+    valid: np.ndarray  # (B,) float32, 0 for stand-ins
+    groups: np.ndarray  # (B,) int64 mixing groups, numbered through the global batch
+    held: tuple[int, ...]  # how many rows each rank holds, stand-ins included
+
+
+@dataclass(frozen=True)
+class Micro:
+    """One micro-batch: the main stream's rows, then those of the stream beside it, if there is one."""
+
+    step: int
+    share: float  # of the global batch, by rows over all ranks
+    last: bool
+    parts: tuple[Rows, ...]
+
+
+class Stream:
+    """An order of samples and how it is cut. The one beside goes round as often as needed."""
+
+    def __init__(self, number: int, walk: np.ndarray, batch: int, accumulate: int, mix_group: int) -> None:
+        self.number, self.order, self.batch = number, np.asarray(walk, np.int64), batch
+        self.group = min(mix_group, max(1, batch // accumulate))  # a micro-batch holds at least one group
+        self.seen = sampling.occurrence(self.order)
+        self.turn = int(self.seen.max(initial=0)) + 1  # by how much `seen` grows when the order goes round
+
+    def positions(self, step: int) -> np.ndarray:
+        """Places of the global batch of this step; those beyond the end mean the next round."""
+        if self.number == MAIN:
+            cut = sampling.batch_rows(len(self.order), self.batch, step)
+            return np.arange(cut.start, cut.stop)
+        return np.arange(step * self.batch, (step + 1) * self.batch)
+
+    def groups(self, n: int) -> int:
+        return -(-n // self.group)
+
+    def rows(self, positions: np.ndarray, micro: slice, rank: int, world: int) -> Rows:
+        """What `rank` holds of the rows `micro` of a global batch."""
+        n = micro.stop - micro.start
+        slices = [sampling.rank_rows(n, r, world, self.group) for r in range(world)]
+        mine = slices[rank]
+        place = np.arange(micro.start + mine.start, micro.start + mine.stop)  # rows of the global batch
+        real = len(place)
+        if real < LEAST_ROWS:  # stand-ins that do not count
+            place = np.concatenate([place, np.full(LEAST_ROWS - real, place[0] if real else micro.start)])
+        groups = place // self.group
+        groups[real:] = self.groups(len(positions))  # a group of their own: nothing real mixes with them
+        turns, at = np.divmod(positions[place], len(self.order))
+        return Rows(
+            self.number,
+            index=self.order[at],
+            seen=self.seen[at] + turns * self.turn,
+            valid=(np.arange(len(place)) < real).astype(np.float32),
+            groups=groups,
+            held=tuple(max(LEAST_ROWS, s.stop - s.start) for s in slices),
+        )
+
+
+def micro_batches(
+    walk: Pass, batch: int, accumulate: int, mix_group: int, rank: int, world: int, first_step: int = 0
+) -> Iterator[Micro]:
+    """All that `rank` does in a pass from `first_step` on; every rank gets equally many micro-batches."""
+    batch = walk.batch or batch
+    streams = [Stream(MAIN, walk.order, batch, accumulate, mix_group)]
+    if walk.beside is not None and len(walk.beside):
+        streams.append(Stream(BESIDE, walk.beside, walk.beside_batch or batch, accumulate, mix_group))
+    for step in range(first_step, sampling.steps(len(walk.order), batch)):
+        whole = [stream.positions(step) for stream in streams]
+        # All streams are cut into the same number of micro-batches, none of them empty.
+        parts = min(accumulate, *(stream.groups(len(p)) for stream, p in zip(streams, whole)))
+        cuts = [sampling.micro_batches(len(p), parts, stream.group) for stream, p in zip(streams, whole)]
+        for number in range(parts):
+            held = tuple(s.rows(p, cut[number], rank, world) for s, p, cut in zip(streams, whole, cuts))
+            main = cuts[0][number]
+            yield Micro(step, (main.stop - main.start) / len(whole[0]), number == parts - 1, held)
+
+
+def survey_batches(rows: slice, batch: int) -> Iterator[Micro]:
+    """A contiguous run of samples in index order, nothing padded."""
+    for start in range(rows.start, rows.stop, batch):
+        index = np.arange(start, min(start + batch, rows.stop))
+        blank = np.zeros(len(index), np.int64)
+        yield Micro(0, 1.0, True, (Rows(MAIN, index, blank, np.ones(len(index), np.float32), blank, ()),))

@@ -1,0 +1,1 @@
+"""Who runs the optimiser step: plain torch, DistributedDataParallel or DeepSpeed."""

@@ -1,0 +1,352 @@
+"""The same step by DeepSpeed, ZeRO stage 0 to 3. The only door to the package.
+
+A DeepSpeed engine is bound to one set of learning parameters and one optimiser. It is opened at the first
+step that needs it and closed whenever something changes underneath (other trainable parts, another stage,
+loaded state); closed means that the method is plain torch again, with whole weights, and the momentum lies
+here by name. What a checkpoint holds is read from the open engine, gathered over ranks, so it knows neither
+ranks nor ZeRO stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeline.config import Config
+from pipeline.data.batch import Batch
+from pipeline.distributed.world import World
+from pipeline.engines.engine import Statistics, learnable, parameters
+from pipeline.methods.base import Method, Stage
+from shards.base.settings import UserError, merge
+
+MOMENTUM = "momentum_buffer"
+BUCKET = 50_000_000  # numbers per exchange, at most
+OURS = {  # DeepSpeed keys that would take over what our own settings decide
+    "train_batch_size": "data.batch",
+    "train_micro_batch_size_per_gpu": "data.batch and optim.accumulate",
+    "gradient_accumulation_steps": "optim.accumulate",
+    "optimizer": "optim",
+    "scheduler": "optim.schedule",
+    "fp16": "train.precision=fp16",  # these two would round the beliefs in a method's buffers, too
+    "bf16": "train.precision=bf16",
+}
+
+
+class DeepSpeedEngine:
+    def __init__(self, config: Config, method: Method, world: World) -> None:
+        self.config, self.method, self.world = config, method, world
+        self.deepspeed = _import(world)
+        self.optim = config.optim
+        self.own = _own_settings(config.deepspeed.config)
+        try:
+            settings = self.deepspeed.DeepSpeedConfig(self._settings(1))
+        except Exception as error:  # of many kinds; ours are right, so it is about the user's
+            reason = " ".join(str(error).split())
+            raise UserError(f"deepspeed.config: DeepSpeed refuses {config.deepspeed.config}: {reason}") from None
+        self.stage = int(settings.zero_optimization_stage)
+        self.statistics = Statistics(method, world)
+        self.inner: Any = None  # the open DeepSpeed engine
+        self.untouched: list[tuple[nn.Module, set[str]]] = []  # attributes every module had before it was opened
+        self.momentum: dict[str, Tensor] = {}  # of parameters that are not in the open engine
+        self.prefixes: tuple[str, ...] = ("",)
+        self.scale = LossScale(enabled=config.train.precision == "fp16")
+        self.bad = 0
+
+    # -- stages ----------------------------------------------------------------------------------------------
+
+    def begin_stage(self, stage: Stage, resuming: bool) -> None:
+        self.close()
+        if stage.fresh_optimizer and not resuming:
+            self.momentum = {}
+        self.optim = stage.optim or self.config.optim
+        self.train_only(stage.trainable)
+
+    def train_only(self, prefixes: tuple[str, ...]) -> None:
+        if prefixes != self.prefixes:
+            self.close()
+            self.prefixes = prefixes
+
+    def _learning(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in learnable(self.method) if name.startswith(self.prefixes)}
+
+    # -- a step ----------------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch, lr: float) -> dict[str, Tensor]:
+        if self.inner is None:
+            self._open()
+        self.statistics.remember()
+        self.inner.set_gradient_accumulation_boundary(batch.last)
+        if self.stage > 0:
+            self.inner.optimizer.override_loss_scale(self.scale.value)
+        losses = self.inner(batch)
+        loss = losses["loss"] * batch.share
+        self.inner.backward(loss if self.stage else loss * self.scale.value, scale_wrt_gas=False)
+        if batch.last:
+            self._update(lr)
+        return {name: value.detach() for name, value in losses.items()}
+
+    def _update(self, lr: float) -> None:
+        for group in self.inner.optimizer.param_groups:
+            group["lr"] = lr
+        moved = self._step_plain() if self.stage == 0 else self._step_zero()
+        self.bad = 0 if moved else self.bad + 1
+        self.scale.update(moved)
+        self.statistics.settle(moved)
+        with self._whole_if_averaged():
+            self.method.after_step()
+
+    def _step_zero(self) -> bool:
+        self.inner.step()  # does nothing, on all ranks, if the norm of the gradient is not finite
+        return bool(self.inner.was_step_applied())
+
+    def _step_plain(self) -> bool:
+        """Stage 0 looks at no gradient by itself; all ranks hold the same one here."""
+        gradients = [p.grad for p in self.method.parameters() if p.grad is not None]
+        if self.scale.value != 1:
+            torch._foreach_mul_(gradients, 1 / self.scale.value)
+        if not torch.isfinite(torch.nn.utils.get_total_norm(gradients)):
+            self.inner.zero_grad()
+            return False
+        self.inner.step()
+        return True
+
+    def bad_steps(self) -> int:
+        return self.bad
+
+    @contextlib.contextmanager
+    def _whole_if_averaged(self) -> Any:
+        """ZeRO-3 keeps a part of each weight; a moving average needs them whole."""
+        everything = [p for _, p in parameters(self.method)]
+        needed = self.stage == 3 and len(everything) > len(learnable(self.method))
+        with self.deepspeed.zero.GatheredParameters(everything, modifier_rank=0, enabled=needed):
+            yield
+
+    def idle_forward(self, look: Callable[[Tensor], Any]) -> None:
+        """Under ZeRO-3 a forward needs all ranks: one without pictures left looks at blank ones."""
+        if self.stage == 3 and self.inner is not None:
+            size = self.config.data.size
+            look(torch.zeros(2, 3, size, size, device=self.world.device))
+
+    # -- open and close --------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        learning = self._learning()
+        for name, parameter in learnable(self.method):
+            parameter.requires_grad_(name in learning)
+        self.untouched = [(module, set(vars(module))) for module in self.method.modules()]
+        optimizer = torch.optim.SGD(
+            learning.values(), self.optim.lr, self.optim.momentum, weight_decay=self.optim.weight_decay
+        )
+        settings = self._settings(sum(p.numel() for p in learning.values()))
+        self.inner = self.deepspeed.initialize(
+            model=self.method, optimizer=optimizer, config=settings, dist_init_required=False
+        )[0]
+        if self.stage == 0:
+            self.inner.torch_autocast_z0_gradscaler = None
+        else:
+            # Its own scaler neither halves the scale after a skipped step nor undoes it before clipping.
+            self.inner.optimizer.torch_autocast_gradscaler = None
+        if self.optim.momentum:
+            self._set_momentum({name: self.momentum.pop(name) for name in learning if name in self.momentum})
+
+    def close(self) -> None:
+        """Make the method plain torch again, on every rank, with whole weights."""
+        if self.inner is None:
+            return
+        weights, momentum = self.weights(), self._get_momentum()
+        self.momentum |= momentum
+        self.inner.module_forward_pre_hook.remove()
+        self.inner.module_forward_post_hook.remove()
+        self.inner.destroy()
+        self.inner = None
+        names = {id(p): name for name, p in parameters(self.method)}
+        for module, kept in self.untouched:
+            # Parameters are made anew: what DeepSpeed hung on them must not meet the next engine.
+            module._parameters = {
+                key: None
+                if p is None
+                else nn.Parameter(weights[names[id(p)]].to(self.world.device), requires_grad=False)
+                for key, p in module._parameters.items()
+            }
+            for extra in set(vars(module)) - kept:
+                del vars(module)[extra]
+
+    def _settings(self, numbers: int) -> dict[str, Any]:
+        config, bucket = self.config, min(numbers, BUCKET)
+        precision = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[config.train.precision]
+        rows = max(1, config.data.batch // self.world.size // config.optim.accumulate)
+        block = {
+            "train_micro_batch_size_per_gpu": rows,  # for its statistics only
+            "gradient_accumulation_steps": 1,  # we say ourselves when a global batch ends
+            "gradient_clipping": self.optim.clip,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": {
+                "stage": config.deepspeed.stage,
+                "reduce_bucket_size": bucket,
+                "allgather_bucket_size": bucket,
+            },
+            "torch_autocast": {"enabled": config.train.precision != "fp32", "dtype": precision},
+        }
+        return merge(block, self.own)
+
+    # -- state that knows neither ranks nor engines ----------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Called by all ranks together."""
+        return {
+            "momentum": self.momentum | self._get_momentum(),
+            "scaler": self.scale.state(),
+            "bad": self.bad,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.close()
+        self.momentum = dict(state["momentum"])
+        self.scale.load(state["scaler"])
+        self.bad = int(state["bad"])
+
+    def weights(self) -> dict[str, Tensor]:
+        """The method's state_dict with whole weights. Called by all ranks together."""
+        out = self.method.state_dict()
+        if self.stage == 3 and self.inner is not None:
+            for name, parameter in parameters(self.method):
+                with self.deepspeed.zero.GatheredParameters([parameter]):
+                    out[name] = parameter.detach().cpu().clone()
+        return out
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        self.close()
+        self.method.load_state_dict(weights)
+
+    def _get_momentum(self) -> dict[str, Tensor]:
+        if self.inner is None or not self.inner.basic_optimizer.state or not self.optim.momentum:
+            return {}
+        learning = self._learning()
+        if self.stage == 0:
+            return {name: self.inner.optimizer.state[p][MOMENTUM] for name, p in learning.items()}
+        get = self.deepspeed.utils.safe_get_full_optimizer_state
+        return {name: get(p, MOMENTUM) for name, p in learning.items()}
+
+    def _set_momentum(self, momentum: dict[str, Tensor]) -> None:
+        """Into an engine that has not stepped yet. What is missing starts from zero, as SGD does."""
+        if not momentum:
+            return
+        optimizer, state = self.inner.optimizer, self.inner.basic_optimizer.state
+        learning = self._learning()
+        whole = {
+            name: momentum[name].to(self.world.device)
+            if name in momentum
+            else torch.zeros(_shape(p), device=self.world.device)
+            for name, p in learning.items()
+        }
+        if self.stage == 0:
+            for name, p in learning.items():
+                state[p][MOMENTUM] = whole[name].clone()
+        elif self.stage < 3:
+            for flat in optimizer.single_partition_of_fp32_groups:
+                state[flat][MOMENTUM] = torch.zeros_like(flat)
+            optimizer._lazy_init_hp_params_optimizer_state()
+            for name, p in learning.items():
+                self.deepspeed.utils.safe_set_full_optimizer_state(p, whole[name], MOMENTUM)
+        else:
+            for flat in optimizer.fp32_partitioned_groups_flat:
+                state[flat][MOMENTUM] = torch.zeros_like(flat)
+            for name, p in learning.items():
+                self.deepspeed.utils.safe_set_local_optimizer_state(p, self._part(whole[name], p), MOMENTUM)
+
+    def _part(self, value: Tensor, parameter: Any) -> Tensor:
+        """This rank's part of a value, cut as ZeRO-3 cuts the parameter; the last part is padded."""
+        length = parameter.ds_tensor.numel()
+        flat = value.new_zeros(length * self.world.size)
+        flat[: value.numel()] = value.flatten()
+        return flat[length * self.world.rank : length * (self.world.rank + 1)]
+
+
+class LossScale:
+    """torch.amp.GradScaler's rule and state, for an engine whose host knows whether a step was good."""
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled, self.value, self.good = enabled, 2.0**16 if enabled else 1.0, 0
+        self.rule = torch.amp.GradScaler("cpu", enabled=enabled)
+
+    def update(self, moved: bool) -> None:
+        if not self.enabled:
+            return
+        self.good = self.good + 1 if moved else 0
+        if not moved:
+            self.value *= self.rule.get_backoff_factor()
+        elif self.good == self.rule.get_growth_interval():
+            self.value, self.good = self.value * self.rule.get_growth_factor(), 0
+
+    def state(self) -> dict[str, Any]:
+        return {**self.rule.state_dict(), "scale": self.value, "_growth_tracker": self.good} if self.enabled else {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        if self.enabled and state:
+            self.rule.load_state_dict(state)
+            self.value, self.good = float(state["scale"]), int(state["_growth_tracker"])
+
+
+def _shape(parameter: Any) -> torch.Size:
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def _import(world: World) -> Any:
+    """DeepSpeed, told which device to use and which process group to join."""
+    os.environ.setdefault("DS_ACCELERATOR", world.device.type)
+    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise UserError(
+            f"engine=deepspeed needs DeepSpeed, which cannot be imported ({error}). "
+            "Install it with `pip install evenhand[deepspeed]`, or set engine=ddp."
+        ) from None
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # its calls, not ours
+    # A kernel for inference that it would compile for minutes at the first start on a CPU machine.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not dist.is_initialized():  # a single rank: a group of its own
+        backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
+    deepspeed.init_distributed(dist_init_required=None, auto_mpi_discovery=False, verbose=False)
+    return deepspeed
+
+
+def _own_settings(path: str) -> dict[str, Any]:
+    """The user's JSON without what it leaves to us ("auto")."""
+    if not path:
+        return {}
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"deepspeed.config: {path} cannot be read ({error.strerror}). Give the path of a JSON file."
+        ) from None
+    except ValueError as error:
+        raise UserError(f"deepspeed.config: {path} is not JSON ({error}).") from None
+    if not isinstance(found, dict):
+        raise UserError(f"deepspeed.config: {path} must hold one JSON object.")
+    found = _without_auto(found)
+    for key, setting in OURS.items():
+        value = found.get(key)
+        if value is not None and not (isinstance(value, dict) and value.get("enabled") is False):
+            raise UserError(f"deepspeed.config: {path} sets {key}, which is decided by {setting}. Remove it there.")
+    return found
+
+
+def _without_auto(tree: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: _without_auto(value) if isinstance(value, dict) else value for key, value in tree.items()}
+    return {key: value for key, value in kept.items() if value != "auto"}

@@ -1,0 +1,103 @@
+"""Exact evaluation over all ranks: every test picture counts once, and only sums cross the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.distributed.step_sync import Pulse
+from pipeline.distributed.world import World
+from pipeline.evaluation.metrics import accuracy, class_groups, group_accuracies
+from pipeline.methods.base import Method
+
+
+@dataclass
+class Evaluation:
+    """Counts of one pass over labelled pictures, summed over ranks."""
+
+    metrics: dict[str, float]
+    correct: np.ndarray  # (K,) of the head that counts
+    total: np.ndarray  # (K,)
+    confusion: np.ndarray  # (K,K) true by predicted
+    marginal: dict[str, np.ndarray]  # head -> (K,) mean predicted probability (paper figure 2)
+    confidence: dict[str, np.ndarray] = field(default_factory=dict)  # head -> (K,) mean confidence in the label
+
+
+@torch.no_grad()
+def evaluate(
+    method: Method,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    labels: np.ndarray,
+    clean_counts: np.ndarray,
+    world: World,
+    pulse: Pulse,
+    autocast: torch.autocast,
+    idle: Callable[[Callable[[Tensor], Any]], None] = lambda look: None,
+) -> Evaluation:
+    """`batches` yields (index, images) of this rank's part; `labels` (n,) are those to be judged by.
+
+    `idle` is told of every turn in which this rank has no pictures and others have (Engine.idle_forward).
+    """
+    classes = method.data.classes
+    label_n = torch.from_numpy(labels.astype(np.int64)).to(world.device)
+    counts: dict[str, Tensor] = {}  # head -> (K, K+3): confusion | top-5 hits | sums of probability and confidence
+    method.eval()
+    for item in pulse.in_step(batches):
+        if item is None:
+            idle(method.scores)
+            continue
+        index, images = item
+        with autocast:
+            scores = method.scores(images)
+        label = label_n[index]
+        known = label >= 0
+        for head, score in scores.items():
+            rows = counts.setdefault(head, _zeros(classes, world))
+            _count(rows, score[known], label[known])
+    heads = next(filter(None, world.gather_objects(list(counts))))  # a rank without pictures knows none
+    summed = {head: world.sum(counts.get(head, _zeros(classes, world))).cpu().numpy() for head in heads}
+    return _summarise(summed, class_groups(clean_counts))
+
+
+def _zeros(classes: int, world: World) -> Tensor:
+    return torch.zeros(classes, classes + 3, dtype=torch.float64, device=world.device)
+
+
+def _count(rows: Tensor, score_BK: Tensor, label_B: Tensor) -> None:
+    """Add a batch: columns 0..K-1 confusion, then top-5 hits, sum of p(k), sum of the label's confidence."""
+    K = score_BK.shape[1]
+    probability = score_BK.double().softmax(1)
+    top = score_BK.topk(min(5, K), 1).indices
+    one = torch.ones(len(label_B), dtype=torch.float64, device=label_B.device)
+    rows.index_put_((label_B, score_BK.argmax(1)), one, accumulate=True)
+    rows[:, K].index_add_(0, label_B, (top == label_B[:, None]).any(1).double())
+    rows[:, K + 1] += probability.sum(0)
+    rows[:, K + 2].index_add_(0, label_B, probability.gather(1, label_B[:, None])[:, 0])
+
+
+def _summarise(summed: dict[str, np.ndarray], groups: dict[str, np.ndarray]) -> Evaluation:
+    metrics: dict[str, float] = {}
+    out: Evaluation | None = None
+    for head, rows in summed.items():
+        K = len(rows)
+        confusion = rows[:, :K].round().astype(np.int64)
+        correct, total = np.diag(confusion), confusion.sum(1)
+        if out is None:  # the first head is the one that counts
+            metrics |= {"test/top1": accuracy(correct, total), "test/top5": accuracy(rows[:, K], total)}
+            metrics |= {f"test/{name}": value for name, value in group_accuracies(correct, total, groups).items()}
+            out = Evaluation(metrics, correct, total, confusion, {})
+        else:
+            metrics |= {f"test/{head}/top1": accuracy(correct, total), f"test/{head}/top5": accuracy(rows[:, K], total)}
+        marginal = rows[:, K + 1] / max(total.sum(), 1)
+        metrics[f"test/{head}/marginal_kl"] = float(
+            (marginal * np.log(np.maximum(marginal * K, 1e-300))).sum()
+        )  # KL from uniform
+        out.marginal[head] = marginal
+        out.confidence[head] = rows[:, K + 2] / np.maximum(total, 1)
+    assert out is not None
+    return out

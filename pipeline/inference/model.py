@@ -1,0 +1,337 @@
+"""A trained model as plain files, and the same files as an MLflow model.
+
+`model/` holds weights.safetensors and model.json (settings, classes, class counts): no pickle, nothing that
+can run. MLflow loads it through this module, so that in a fresh process with the package installed
+
+    mlflow.pyfunc.load_model("runs:/RUN_ID/model").predict(pandas.DataFrame({"image": [picture, ...]}))
+
+takes encoded pictures (bytes) or uint8 arrays (H,W,3) and returns label, class, score and all scores of each.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from pydantic import Field, NonNegativeInt
+from torch import Tensor
+
+from pipeline.config import Config
+from pipeline.data.augment import normalise
+from pipeline.data.batch import TrainingSet
+from pipeline.data.decode import DecodeError, Views, centre, decode
+from pipeline.distributed.world import World
+from pipeline.engines.engine import autocast_for
+from pipeline.methods.base import Method
+from pipeline.methods.options import load_method
+from pipeline.tracking.journal import redact_all
+from shards.base.settings import Settings, UserError, merge, validate
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+WEIGHTS, FACTS, FORMAT = "weights.safetensors", "model.json", 1
+LARGE = 1 << 20
+MOST_SAMPLES = 1 << 31
+BATCH = 64
+Picture = bytes | memoryview | np.ndarray
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the model says of one picture, or why it says nothing."""
+
+    scores: np.ndarray | None  # (K,) probabilities of the head that counts
+    problem: str = ""
+
+
+class Model:
+    """A method with its weights, ready to judge pictures."""
+
+    def __init__(
+        self, config: Config, classes: Sequence[str], clean_counts: Sequence[int], method: Method, partial: bool = False
+    ) -> None:
+        self.config, self.classes, self.method = config, list(classes), method.eval()
+        self.partial = partial  # it does not remember its training samples: of its heads only the first is whole
+        self.clean_counts = np.asarray(clean_counts, np.int64)  # of the training set: many, medium, few
+        self.views = Views(config.data)
+        self.device = method.world.device
+        self.autocast = autocast_for(config.train.precision, self.device)
+
+    def prepare(self, picture: Picture) -> np.ndarray:
+        """(size, size, 3) uint8: the test view of an encoded or decoded picture; raises DecodeError."""
+        if isinstance(picture, np.ndarray):
+            if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3 or not picture.size:
+                raise DecodeError(f"an array must be uint8 (H,W,3), not {picture.dtype} {picture.shape}")
+            whole = picture
+        elif not isinstance(picture, bytes | bytearray | memoryview):
+            raise DecodeError(f"a picture is bytes or a uint8 array, not {type(picture).__name__}")
+        else:
+            whole, _ = decode(picture, self.views.least)
+        return centre(whole, self.views.short, self.config.data.size)
+
+    def images(self, views: Sequence[np.ndarray]) -> Tensor:
+        """(B,3,H,W) as the network takes them."""
+        levels = torch.from_numpy(np.stack(views)).permute(0, 3, 1, 2).to(self.device)
+        return normalise(levels, self.config.data.mean, self.config.data.std)
+
+    @torch.no_grad()
+    def scores(self, images: Tensor) -> np.ndarray:
+        """(B,K) probabilities of the head that counts."""
+        with self.autocast:
+            score = next(iter(self.method.scores(images).values()))
+        return score.float().softmax(1).cpu().numpy()
+
+    def predict(self, pictures: Iterable[Picture]) -> Iterator[Prediction]:
+        """One answer per picture, in order, a batch at a time; a picture that cannot be read is told, not
+        fatal.
+        """
+        waiting: list[tuple[np.ndarray | None, str]] = []
+        for picture in pictures:
+            try:
+                waiting.append((self.prepare(picture), ""))
+            except DecodeError as error:
+                waiting.append((None, str(error)))
+            if len(waiting) == BATCH:
+                yield from self._answer(waiting)
+                waiting = []
+        yield from self._answer(waiting)
+
+    def _answer(self, waiting: list[tuple[np.ndarray | None, str]]) -> Iterator[Prediction]:
+        views = [view for view, _ in waiting if view is not None]
+        rows = iter(self.scores(self.images(views)) if views else ())
+        for view, problem in waiting:
+            yield Prediction(None, problem) if view is None else Prediction(next(rows))
+
+
+# -- plain files -----------------------------------------------------------------------------------
+
+
+def export_model(
+    method: Method, config: Config, classes: Sequence[str], clean_counts: Sequence[int], folder: Path
+) -> Path:
+    """Write the model into `folder`; what the method remembers of single training samples stays out if it
+    is large.
+    """
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    buffers = {name for name, _ in method.named_buffers()}
+    by_sample = {
+        name
+        for name, value in method.state_dict().items()
+        if name in buffers and value.ndim and len(value) == len(method.data) and value.nbytes > LARGE
+    }
+    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in method.state_dict().items()}
+    save_file({name: value for name, value in tensors.items() if name not in by_sample}, folder / WEIGHTS)
+    facts = {
+        "format": FORMAT,
+        "config": redact_all(config.model_dump(mode="json")),
+        "classes": list(classes),
+        "given_counts": method.data.counts.tolist(),
+        "clean_counts": [int(count) for count in clean_counts],
+        "left_out": sorted(by_sample),
+    }
+    (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    return folder
+
+
+class Facts(Settings):
+    """model.json"""
+
+    format: int
+    config: dict[str, Any]
+    classes: list[str] = Field(min_length=1)
+    given_counts: list[NonNegativeInt]
+    clean_counts: list[NonNegativeInt] = Field(default_factory=list)
+    left_out: list[str]
+
+
+def load_exported(folder: Path, device: torch.device | None = None) -> Model:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tree = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        if not isinstance(tree, dict) or tree.get("format") != FORMAT:
+            raise ValueError(f"{FACTS} is not of format {FORMAT}")
+        facts = validate(Facts, tree, str(folder / FACTS))
+        if not len(facts.classes) == len(facts.given_counts) == len(facts.clean_counts or facts.classes):
+            raise ValueError(f"{FACTS} does not count every class")
+        if sum(facts.given_counts) > MOST_SAMPLES:
+            raise ValueError(f"{FACTS} counts more samples than there can be")
+        tensors = load_file(folder / WEIGHTS)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"{folder} does not hold a whole model ({error}). Take another copy of it.") from None
+    given, counts = stand_in(facts.given_counts), facts.clean_counts or facts.given_counts
+    return restore(facts.config, facts.classes, given, counts, tensors, device, set(facts.left_out))
+
+
+def stand_in(given_counts: Sequence[int]) -> np.ndarray:
+    """Labels with the right counts, for a model whose training set is not at hand."""
+    return np.repeat(np.arange(len(given_counts), dtype=np.int32), given_counts)
+
+
+def restore(
+    config_tree: dict[str, Any],
+    classes: Sequence[str],
+    given: np.ndarray,
+    clean_counts: Sequence[int],
+    tensors: dict[str, Tensor],
+    device: torch.device | None = None,
+    left_out: set[str] | None = None,
+    position: dict[str, Any] | None = None,
+) -> Model:
+    """The model from its settings and weights, at the end of its training or where `position` says; neither the
+    shards nor a file of pretrained weights is needed.
+    """
+    tree = merge(config_tree, {"model": {"pretrained": "", "compile": False}})
+    config = validate(Config, tree, "this model")
+    data = TrainingSet(given, len(classes), config.seed, config.data.batch)
+    world = World(device=device or torch.device("cpu"))
+    method = load_method(config.method.name)(config, data, world)
+    try:
+        result = method.load_state_dict(tensors, strict=False)
+    except RuntimeError as error:  # other shapes
+        raise UserError(f"The weights do not fit {config.method.name}: {str(error).splitlines()[-1].strip()}") from None
+    wrong = [*result.unexpected_keys, *(set(result.missing_keys) - (left_out or set()))]
+    if wrong:
+        raise UserError(f"The weights do not fit {config.method.name}: {', '.join(sorted(wrong)[:5])}.")
+    method.enter(*_reached(method, position))
+    return Model(config, classes, clean_counts, method.to(world.device), bool(left_out))
+
+
+def _reached(method: Method, position: dict[str, Any] | None) -> tuple[int, int]:
+    """(stage, epoch) that was entered last."""
+    stages = method.stages()
+    if position is None or position["stage"] >= len(stages):
+        return len(stages) - 1, max(stages[-1].epochs, 1) - 1
+    return position["stage"], max(position["epoch"] - (not position["begun"]), 0)
+
+
+# -- MLflow ------------------------------------------------------------------------------------------
+
+
+class PyfuncModel:
+    """What mlflow.pyfunc.load_model returns inside its wrapper."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> pd.DataFrame:
+        import pandas as pd
+
+        pictures = model_input["image"] if isinstance(model_input, pd.DataFrame) else model_input
+        rows = []
+        for answer in self.model.predict(pictures):
+            best = -1 if answer.scores is None else int(answer.scores.argmax())
+            rows.append(
+                {
+                    "label": self.model.classes[best] if best >= 0 else "",
+                    "class": best,
+                    "score": float(answer.scores[best]) if answer.scores is not None else float("nan"),
+                    "scores": answer.scores.astype(float).tolist() if answer.scores is not None else [],
+                    "problem": answer.problem,
+                }
+            )
+        return pd.DataFrame(rows, columns=["label", "class", "score", "scores", "problem"])
+
+
+def _load_pyfunc(data_path: str) -> PyfuncModel:
+    """Called by mlflow (loader_module in MLmodel)."""
+    return PyfuncModel(load_exported(Path(data_path)))
+
+
+def log_model(uri: str, run_id: str, folder: Path, register_as: str = "") -> str:
+    """Make the exported folder an MLflow model of the run, once; returns its id."""
+    import mlflow
+    from mlflow import MlflowClient
+
+    mlflow.set_tracking_uri(uri)  # the registry looks models up there, whatever the client was told
+    client = MlflowClient()
+    run = client.get_run(run_id)
+    known = run.outputs.model_outputs if run.outputs else []
+    model_id = known[0].model_id if known else _upload(client, run, folder)
+    if register_as and not client.search_model_versions(f"name = '{register_as}' and run_id = '{run_id}'"):
+        _register(client, register_as, model_id, run_id)
+    return model_id
+
+
+def _upload(client: Any, run: Any, folder: Path) -> str:
+    import tempfile
+
+    import mlflow
+    from mlflow.entities import LoggedModelOutput, LoggedModelStatus
+
+    run_id = run.info.run_id
+    signature, example = _signature(folder)
+    facts = {key: value for key, value in run.data.params.items() if key in ("method.name", "seed", "train.epochs")}
+    begun = client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run_id}'")
+    model = next(iter(begun), None)  # from an attempt that was cut off
+    if model is None:
+        model = client.create_logged_model(run.info.experiment_id, "model", run_id, params=facts)
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Path(temporary) / "model"
+        mlflow.pyfunc.save_model(
+            str(place),
+            loader_module="pipeline.exported",
+            data_path=str(folder),
+            signature=signature,
+            input_example=example,
+            pip_requirements=_requirements(),
+            mlflow_model=mlflow.models.Model(run_id=run_id, model_uuid=model.model_id, model_id=model.model_id),
+        )
+        client.log_model_artifacts(model.model_id, str(place))
+    client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
+    client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
+    return model.model_id
+
+
+def _signature(folder: Path) -> tuple[Any, Any]:
+    import io
+
+    import pandas as pd
+    from mlflow.models import ModelSignature
+    from mlflow.types import ColSpec, DataType, Schema
+    from mlflow.types.schema import Array
+    from PIL import Image
+
+    size = json.loads((folder / FACTS).read_text(encoding="utf-8"))["config"]["data"]["size"]
+    file = io.BytesIO()
+    Image.fromarray(np.full((size, size, 3), 128, np.uint8)).save(file, "png")
+    answers: list[tuple[str, Any]] = [
+        ("label", DataType.string), ("class", DataType.long), ("score", DataType.double),
+        ("scores", Array(DataType.double)), ("problem", DataType.string),
+    ]  # fmt: skip
+    outputs = Schema([ColSpec(kind, name) for name, kind in answers])
+    signature = ModelSignature(Schema([ColSpec(DataType.binary, "image")]), outputs)
+    return signature, pd.DataFrame({"image": [file.getvalue()]})
+
+
+def _requirements() -> list[str]:
+    """This package and what decides the numbers it computes."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = []
+    for name in ("evenhand", "torch", "mlflow"):
+        try:
+            found.append(f"{name}=={version(name).partition('+')[0]}")
+        except PackageNotFoundError:
+            continue  # run from a source tree
+    return found
+
+
+def _register(client: Any, name: str, model_id: str, run_id: str) -> None:
+    from mlflow import MlflowException
+
+    try:
+        client.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    client.create_model_version(name, f"models:/{model_id}", run_id, model_id=model_id)

@@ -1,0 +1,161 @@
+"""Opening a RUN: an output folder, a checkpoint, an MLflow run id or an MLflow model, whatever is at hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeline.checkpoints.checkpointer import Loaded, read_checkpoint
+from pipeline.inference.model import FACTS, Model, load_exported, restore, stand_in
+from pipeline.tracking.journal import brief, redact
+from pipeline.tracking.tracker import tracking_uri
+from shards.base.settings import UserError, validate
+from shards.config import BuildConfig
+from shards.reader import Split, open_split, read_manifest
+
+_RUN_ID = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass
+class Opened:
+    """A trained model and where it came from."""
+
+    name: str
+    model: Model
+    position: dict[str, int] | None = None  # of the training, if this is a checkpoint
+    shards: str = ""  # where its training data was
+    run_id: str = ""  # its MLflow run, if known
+
+    def split(self, name: str, url: str = "") -> Split:
+        """A split of the run's own shards, or of those at `url`; its classes must be the model's."""
+        place = where(self.name, url, self.shards)
+        split = open_split(place, name, self.model.config.data.cache)
+        if list(split.classes) != self.model.classes:
+            raise UserError(
+                f"{place} has other classes ({_few(split.classes)}) than {self.name} was trained for "
+                f"({_few(self.model.classes)}). Give shards with the same classes."
+            )
+        return split
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f", ... {len(names)} in all" if len(names) > 4 else "")
+
+
+def where(run: str, url: str, own: str) -> str:
+    """Of the shards: what the command was told, else the run's own, which may be elsewhere now."""
+    if url:
+        return url
+    try:
+        read_manifest(own)
+    except UserError as error:
+        raise UserError(f"{error} {run} was trained on them; if they are elsewhere now, add --shards.") from None
+    return own
+
+
+def open_run(run: str, uri: str = "", best: bool = False, shards: str = "", own_labels: bool = False) -> Opened:
+    """The model of a run. `best`: of the best checkpoint instead of the newest.
+
+    `own_labels`: what the method believes of single samples is wanted, so the training labels must be the
+    real ones, from the run's shards or from `shards`.
+    """
+    if _RUN_ID.fullmatch(run) and not Path(run).exists():
+        return _mlflow_run(run, tracking_uri(uri), best, shards, own_labels)
+    single = run.startswith(("models:/", "runs:/")) or (Path(run) / FACTS).is_file()
+    if single and best:
+        raise UserError(f"--best chooses among checkpoints, and {run} is one model. Give the run's folder or id.")
+    if single:
+        return _exported(Path(run), run) if Path(run).is_dir() else _mlflow_model(run, tracking_uri(uri))
+    if "://" not in run and not Path(run).exists():
+        raise UserError(f"There is no run '{run}': it is no folder, no URL and no MLflow run id.")
+    return _checkpoint(run, read_checkpoint(run, best), shards, own_labels)
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _exported(folder: Path, name: str) -> Opened:
+    model = load_exported(folder, _device())
+    return Opened(name, model, shards=model.config.shards.place())
+
+
+def _checkpoint(run: str, loaded: Loaded, shards: str, own_labels: bool) -> Opened:
+    tree: dict[str, Any] = loaded.tree
+    data = tree["data"]
+    place = validate(BuildConfig, tree["config"]["shards"], "shards").place()
+    given: np.ndarray = stand_in(data["given_counts"])
+    if own_labels:
+        split = open_split(where(run, shards, place))
+        if split.manifest.hash != data["manifest"]:
+            raise UserError(f"{run} was trained on other shards than {shards or place}. Give its own by --shards.")
+        given = split.given
+    counts = data.get("clean_counts", data["given_counts"])
+    model = restore(
+        tree["config"], data["classes"], given, counts, tree["method"], _device(), position=tree["position"]
+    )
+    run_id = tree.get("tracking", {}).get("run_id") or _told_later(Path(run))
+    return Opened(f"{run} ({loaded.name})", model, tree["position"], place, run_id)
+
+
+def _told_later(run: Path) -> str:
+    """The run id from the summary: a short run has saved its last checkpoint before MLflow answered."""
+    for folder in (run, *run.parents[:2]):
+        if (folder / "summary.json").is_file():
+            return json.loads((folder / "summary.json").read_text(encoding="utf-8")).get("run_id") or ""
+    return ""
+
+
+def _mlflow_run(run_id: str, uri: str, best: bool, shards: str, own_labels: bool) -> Opened:
+    """By the run's own checkpoints where they can be reached, else by the model it logged, which knows no
+    single sample but can still judge them all."""
+    from mlflow import MlflowException
+
+    from pipeline.tracking.mlflow_sync import JOB_TAG, asking
+
+    with asking(uri) as client:
+        try:
+            run = client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            raise UserError(f"There is no run {run_id} at {redact(uri)}. Check the id and --uri.") from None
+    for key in ("checkpoint.url", "output"):
+        place = run.data.params.get(key, "")
+        try:
+            loaded = read_checkpoint(place, best) if place else None
+        except UserError:  # on another machine, or tidied away
+            continue
+        # The same path may hold another run's checkpoints here.
+        if loaded and loaded.tree.get("tracking", {}).get("job") == run.data.tags.get(JOB_TAG):
+            return replace(_checkpoint(place, loaded, shards, own_labels), run_id=run_id)
+    if best:
+        raise UserError(f"The checkpoints of run {run_id} are not here; without --best its final model is taken.")
+    return _mlflow_model(f"runs:/{run_id}/model", uri)
+
+
+def _mlflow_model(address: str, uri: str) -> Opened:
+    import tempfile
+
+    import mlflow
+
+    from pipeline.tracking.mlflow_sync import asking
+
+    with tempfile.TemporaryDirectory() as folder:
+        with asking(uri):
+            try:
+                mlflow.artifacts.download_artifacts(address, dst_path=folder)
+            except (mlflow.MlflowException, OSError) as error:
+                raise UserError(f"The model {address} cannot be fetched from {redact(uri)}: {brief(error)}.") from None
+        found = next(Path(folder).rglob(FACTS), None)
+        if found is None:
+            raise UserError(f"{address} is not a model of this project.")
+        about = next(Path(folder).rglob("MLmodel"), None)
+        run_id = mlflow.models.Model.load(str(about)).run_id if about else ""
+        return replace(_exported(found.parent, address), run_id=run_id or "")

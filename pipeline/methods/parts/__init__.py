@@ -1,0 +1,1 @@
+"""Mathematics that methods share: losses, mixup, prototypes, cleaning, per-sample state."""

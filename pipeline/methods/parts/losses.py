@@ -1,0 +1,86 @@
+"""The losses of the Prototypical Classifier, as functions. B rows on this rank, G over all ranks, K classes, D embedding width.
+
+Each returns a value whose average over ranks is the loss of the global batch (see World.mean_over).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pipeline.distributed.world import World
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def full_precision(function: Callable[P, R]) -> Callable[P, R]:
+    """Run outside autocast with float32 tensors: cosines, softmaxes and sums must not lose digits."""
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        device = next((a.device.type for a in args if isinstance(a, Tensor)), "cpu")
+        with torch.autocast(device, enabled=False):
+            up = [
+                a.float() if isinstance(a, Tensor) and a.is_floating_point() and a.dtype != torch.float64 else a
+                for a in args
+            ]
+            return function(*up, **kwargs)  # type: ignore[arg-type]
+
+    return wrapped
+
+
+@full_precision
+def sample_losses(logits_BK: Tensor, label_B: Tensor) -> Tensor:
+    """(B,) cross-entropy of each row."""
+    return F.cross_entropy(logits_BK, label_B, reduction="none")
+
+
+def cross_entropy(logits_BK: Tensor, label_B: Tensor, weight_B: Tensor, world: World) -> Tensor:
+    """Weighted mean of the cross-entropy over the global batch."""
+    return world.mean_over(sample_losses(logits_BK, label_B), weight_B)
+
+
+@full_precision
+def soft_cross_entropy(logits_BK: Tensor, target_BK: Tensor, weight_B: Tensor, world: World) -> Tensor:
+    """The same against a distribution over classes."""
+    return world.mean_over(-(target_BK * F.log_softmax(logits_BK, dim=1)).sum(1), weight_B)
+
+
+@full_precision
+def instance_contrastive(
+    weak_BD: Tensor, strong_BD: Tensor, valid_B: Tensor, temperature: float, world: World, rows: Sequence[int]
+) -> Tensor:
+    """L_cc (paper eq. 4): tell a picture's strong view from the 2(G-1) other views of the global batch.
+
+    Anchors are the weak views. Keys are gathered with gradient, so every rank pulls on everybody's keys.
+    """
+    keys = torch.cat([weak_BD, strong_BD], 1)  # (B, 2D): one exchange for both
+    keys = world.gather_rows(keys, rows, grad=True)
+    weak_GD, strong_GD = keys.chunk(2, 1)
+    valid_G = world.gather_rows(valid_B, rows) > 0
+    own = torch.arange(len(weak_BD), device=weak_BD.device)
+    offset = sum(rows[: world.rank]) if world.size > 1 else 0
+    forbidden = (~valid_G).expand(len(own), -1)  # (B, G): rows that stand for nothing
+    itself = torch.zeros_like(forbidden).scatter_(1, (own + offset)[:, None], True)
+    to_weak = (weak_BD @ weak_GD.T / temperature).masked_fill(forbidden | itself, -torch.inf)
+    to_strong = (weak_BD @ strong_GD.T / temperature).masked_fill(forbidden & ~itself, -torch.inf)
+    loss_B = F.cross_entropy(torch.cat([to_strong, to_weak], 1), own + offset, reduction="none")
+    return world.mean_over(loss_B, valid_B)
+
+
+@full_precision
+def prototype_logits(z_BD: Tensor, prototypes_KD: Tensor, temperature: float) -> Tensor:
+    """Scores of the prototypical classifier (paper eq. 2), with the temperature its thresholds need."""
+    return z_BD @ prototypes_KD.T / temperature
+
+
+@full_precision
+def given_confidence(logits_BK: Tensor, label_B: Tensor) -> Tensor:
+    """(B,) probability of the label."""
+    return logits_BK.softmax(1).gather(1, label_B[:, None])[:, 0]

@@ -1,0 +1,52 @@
+"""What a method remembers of single samples: buffers by permanent index, written in every step,
+the same on all ranks.
+
+B rows on this rank, G over all ranks, N training samples. Rows that stand for nothing are never written.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pipeline.data.batch import Batch
+from pipeline.distributed.world import World
+
+
+@torch.no_grad()
+def accumulate(memory: Tensor, batch: Batch, value_B: Tensor, world: World) -> None:
+    """memory[i] += value of sample i, for the samples of all ranks. What is not finite is left out."""
+    index_G, valid_G, value_G = (world.gather_rows(v, batch.rows) for v in (batch.index, batch.valid, value_B))
+    real = _column(valid_G, value_G) > 0
+    memory.index_add_(0, index_G, torch.where(real & value_G.isfinite(), value_G, 0).to(memory.dtype))
+
+
+@torch.no_grad()
+def remember(memory: Tensor, batch: Batch, value_B: Tensor, world: World, keep: float = 0.0) -> None:
+    """memory[i] = keep * memory[i] + (1 - keep) * value of sample i, for the samples of all ranks."""
+    accumulate(memory, batch, (1 - keep) * (value_B.to(memory.dtype) - memory[batch.index]), world)
+
+
+@torch.no_grad()
+def places(value_B: Tensor, batch: Batch, world: World) -> tuple[Tensor, Tensor]:
+    """(B,) place of each row of this rank in the sorted global batch, and how many rows of that are real.
+
+    Equal values keep the order of the batch, so that all ranks and any number of them agree.
+    """
+    value_G, valid_G = (world.gather_rows(v, batch.rows) for v in (value_B, batch.valid))
+    by_value = torch.where(valid_G > 0, value_G.nan_to_num(torch.inf), torch.inf).argsort(stable=True)
+    by_value = by_value[
+        (valid_G[by_value] <= 0).to(torch.uint8).argsort(stable=True)
+    ]  # real rows first, even endless ones
+    place_G = torch.empty_like(by_value).scatter_(0, by_value, torch.arange(len(by_value), device=by_value.device))
+    return place_G[own_rows(batch, world)], valid_G.sum()
+
+
+def own_rows(batch: Batch, world: World) -> slice:
+    """Where this rank's rows lie among the gathered ones."""
+    first = sum(batch.rows[: world.rank]) if world.size > 1 else 0
+    return slice(first, first + len(batch.index))
+
+
+def _column(weight_G: Tensor, value_G: Tensor) -> Tensor:
+    return weight_G.view(-1, *[1] * (value_G.ndim - 1))

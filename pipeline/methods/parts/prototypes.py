@@ -1,0 +1,34 @@
+"""Class prototypes: weighted means of embeddings, summed over all ranks in float64, put on the unit sphere."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pipeline.distributed.world import World
+
+BLOCK = 8192  # rows at a time: what is made on the way stays in the cache, and memory does not grow with N
+
+
+def class_sums(z_ND: Tensor, label_N: Tensor, weight_N: Tensor, classes: int) -> Tensor:
+    """(K, D+1) float64: per class the weighted sum of embeddings and, last, the sum of weights."""
+    sums = torch.zeros(classes, z_ND.shape[1] + 1, dtype=torch.float64, device=z_ND.device)
+    for z, label, weight in zip(z_ND.split(BLOCK), label_N.split(BLOCK), weight_N.split(BLOCK)):
+        rows = torch.cat([z.double(), torch.ones_like(z[:, :1], dtype=torch.float64)], 1)
+        sums.index_add_(0, label, rows * weight.double()[:, None])
+    return sums
+
+
+def class_prototypes(
+    z_ND: Tensor, label_N: Tensor, weight_N: Tensor, previous_KD: Tensor, world: World
+) -> tuple[Tensor, Tensor]:
+    """(K,D) unit prototypes (paper eq. 7) and (K,) bool: classes nobody stood for, which keep their previous one.
+
+    z, label, weight are this rank's part of the training set; one all-reduce of K x (D+1) numbers joins the parts.
+    """
+    sums = world.sum(class_sums(z_ND, label_N, weight_N, len(previous_KD)))
+    mean = sums[:, :-1] / sums[:, -1:].clamp_min(1e-300)
+    length = mean.norm(dim=1, keepdim=True)
+    empty = (sums[:, -1] <= 0) | (length[:, 0] < 1e-12)
+    fresh = (mean / length.clamp_min(1e-12)).float()
+    return torch.where(empty[:, None], previous_KD, fresh), empty

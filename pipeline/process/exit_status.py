@@ -1,0 +1,80 @@
+"""How a rank ended, left where the launcher can find it. torchrun itself exits with 1 whatever happened."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from shards.base.settings import run
+
+Outcome = Literal["finished", "stopped", "refused", "failed"]
+FOLDER = "EVENHAND_OUTCOME"  # environment variable, set by launch.entry
+EXIT_CODES: dict[str, int] = {"finished": 0, "failed": 1, "refused": 2, "stopped": 75}
+
+
+def run_rank(main: Callable[[list[str]], int | None]) -> NoReturn:
+    """Run a command that may be one of many ranks, and end the process without taking the interpreter apart.
+
+    Threads of the process group outlive its end, and the interpreter's own ending aborted a rank whose work was done: 3 of 12
+    trainings on four ranks of a busy machine. What must be closed is closed by `main`.
+    """
+    code = 1
+    try:
+        run(main)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(code)
+
+
+def watched() -> bool:
+    """Whether `launch.entry` is there to read what is recorded."""
+    return bool(os.environ.get(FOLDER))
+
+
+def record(outcome: Outcome, reason: str = "") -> int:
+    """Leave the outcome of this rank for the launcher; the exit code this process should end with.
+
+    Under `launch.entry` a rank that stopped or refused exits with 0: torchrun would start it
+    again.
+    """
+    folder = os.environ.get(FOLDER)
+    if not folder:
+        return EXIT_CODES[outcome]
+    rank = int(os.environ.get("RANK", "0"))
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    text = json.dumps({"outcome": outcome, "reason": reason, "attempt": attempt, "ranks_here": here})
+    path = Path(folder) / f"rank-{rank}.json"
+    temporary = path.with_suffix(f".{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError:  # the run itself ended as it did; a full disk must not turn it into a crash
+        return EXIT_CODES[outcome]
+    return EXIT_CODES["failed"] if outcome == "failed" else 0
+
+
+def all_done(ends: dict[int, dict[str, Any]]) -> bool:
+    """Whether every rank of this machine is through; one that failed may be started again."""
+    through = [end for end in ends.values() if end["outcome"] != "failed"]
+    return bool(through) and len(through) == through[0]["ranks_here"]
+
+
+def collect(folder: str | Path) -> dict[int, dict[str, Any]]:
+    """Outcomes by rank, of the latest attempt only: after an in-place restart earlier ones are stale."""
+    found: dict[int, dict[str, Any]] = {}
+    for path in Path(folder).glob("rank-*.json"):
+        found[int(path.stem.removeprefix("rank-"))] = json.loads(path.read_text(encoding="utf-8"))
+    last = max((int(item["attempt"]) for item in found.values()), default=0)
+    return {rank: item for rank, item in sorted(found.items()) if int(item["attempt"]) == last}

@@ -1,0 +1,306 @@
+"""Runs as MLflow keeps them, grouped for comparison, and the tables of the paper they can be laid beside."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pipeline.tracking.journal import redact
+from shards.base.settings import UserError
+
+PAPER = Path(__file__).with_name("paper_tables.json")
+# Settings that may differ between two runs of the same thing.
+INCIDENTAL = (
+    "seed", "output", "tracking.", "checkpoint.", "train.device", "train.log_every", "train.timeout",
+    "train.stop_file", "train.deadline_minutes", "train.sample_log", "train.max_bad_steps", "data.threads",
+    "data.ahead", "data.cache.", "data.loader", "table_cell", "shards.output",
+    "shards.url", "shards.path", "shards.writers", "shards.max_rejected", "shards.download",
+    "engine", "deepspeed.", "method.name",
+)  # fmt: skip
+OWN_DATA = ("folder", "list")  # names of sources that say nothing of the pictures
+
+
+MANIFEST = "manifest"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One MLflow run, reduced to what reports need."""
+
+    run_id: str
+    name: str
+    status: str
+    params: dict[str, str]
+    metrics: dict[str, float]
+    tags: dict[str, str]
+    figures: dict[str, Any] = field(default_factory=dict, repr=False)  # figures/data.json
+
+    @property
+    def method(self) -> str:
+        return self.params.get("method.name", self.tags.get("method", "?"))
+
+    @property
+    def dataset(self) -> str:
+        source = self.tags.get("dataset") or self.params.get("shards.source", "?")
+        return f"{source} {self.manifest}" if source in OWN_DATA else source
+
+    @property
+    def manifest(self) -> str:
+        return self.tags.get("manifest", "")[:8]
+
+    @property
+    def seed(self) -> str:
+        return self.params.get("seed", "?")
+
+    @property
+    def bias(self) -> tuple[str, float, float]:
+        """(dataset, rho, noise): runs that share it can be compared."""
+        return self.dataset, self._bias("rho", 1.0), self._bias("noise", 0.0)
+
+    def _bias(self, name: str, default: float) -> float:
+        """As the manifest has it (tag), because shards that were built before need no such setting."""
+        return _number(self.tags.get(name), _number(self.params.get(f"shards.{name}"), default))
+
+    def number(self, key: str, default: float = math.nan) -> float:
+        return _number(self.params.get(key), default)
+
+    @cached_property
+    def settings(self) -> dict[str, str]:
+        """What makes a difference to the result. Two draws of the same bias are two sets of labels."""
+        known = {key: value for key, value in self.params.items() if not _incidental(key)}
+        return known | {MANIFEST: self.manifest}
+
+
+def _incidental(key: str) -> bool:
+    return any(key.startswith(name) if name.endswith(".") else key == name for name in INCIDENTAL)
+
+
+def _number(text: str | None, default: float) -> float:
+    try:
+        return float(text) if text else default
+    except ValueError:
+        return default
+
+
+def read_runs(uri: str, experiments: Sequence[str]) -> list[Result]:
+    """All runs of the experiments (all experiments if none is named), oldest first."""
+    from pipeline.tracking.mlflow_sync import asking
+
+    with asking(uri) as client:
+        return _read_runs(client, uri, experiments)
+
+
+def _read_runs(client: Any, uri: str, experiments: Sequence[str]) -> list[Result]:
+    from pipeline.tracking.mlflow_sync import JOB_TAG
+
+    found: list[Any] = list(client.search_experiments())
+    names = {experiment.name for experiment in found}
+    for name in experiments:
+        if name not in names:
+            known = ", ".join(sorted(names))
+            raise UserError(f"There is no experiment '{name}' at {redact(uri)}. It has {known}.")
+    wanted = [e.experiment_id for e in found if not experiments or e.name in experiments]
+    out: list[Result] = []
+    token: str | None = None
+    while True:
+        page = client.search_runs(wanted, "", order_by=["attributes.start_time ASC"], page_token=token)
+        for run in page:
+            if {JOB_TAG, "method"} <= run.data.tags.keys():  # not the parent of a sweep, nor somebody else's run
+                out.append(_result(client, run))
+        token = page.token
+        if not token:
+            return out
+
+
+def _result(client: Any, run: Any) -> Result:
+    data = run.data
+    facts = dict(data.params), dict(data.metrics), dict(data.tags)
+    return Result(run.info.run_id, run.info.run_name or "", run.info.status, *facts, _figures(client, run))
+
+
+def _figures(client: Any, run: Any) -> dict[str, Any]:
+    import tempfile
+
+    from mlflow import MlflowException
+
+    if run.info.status != "FINISHED":
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            path = client.download_artifacts(run.info.run_id, "figures/data.json", folder)
+            return json.loads(Path(path).read_text(encoding="utf-8"))
+        except (MlflowException, OSError, ValueError):  # a run without pictures still has numbers
+            return {}
+
+
+# -- means over seeds ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Mean and spread (sample standard deviation) of one number over runs; never without the runs."""
+
+    value: float
+    spread: float | None
+    runs: tuple[str, ...]
+
+
+def mean_of(runs: Iterable[Result], metric: str) -> Mean | None:
+    found = [(r.metrics[metric], r.run_id) for r in runs if math.isfinite(r.metrics.get(metric, math.nan))]
+    if not found:
+        return None
+    values = [value for value, _ in found]
+    spread = statistics.stdev(values) if len(values) > 1 else None
+    return Mean(statistics.fmean(values), spread, tuple(run for _, run in found))
+
+
+@dataclass(frozen=True)
+class Row:
+    """Runs that differ in nothing but the seed, one for each seed."""
+
+    label: str
+    method: str
+    runs: tuple[Result, ...]
+    repeated: tuple[Result, ...] = ()  # older runs with a seed that was run again
+
+
+def compare(runs: Sequence[Result]) -> dict[tuple[str, float, float], list[Row]]:
+    """Finished runs by data, then by method and settings. A label says what sets a row apart from its
+    neighbours.
+    """
+    out: dict[tuple[str, float, float], list[Row]] = {}
+    for run in runs:
+        if run.status == "FINISHED":
+            out.setdefault(run.bias, [])
+    for bias, rows in out.items():
+        here = [run for run in runs if run.bias == bias and run.status == "FINISHED"]
+        groups: dict[tuple[str, tuple[tuple[str, str], ...]], list[Result]] = {}
+        for run in here:
+            groups.setdefault((run.method, tuple(sorted(run.settings.items()))), []).append(run)
+        for (method, settings), members in groups.items():
+            others = [dict(s) for m, s in groups if m == method]
+            apart = {k: f"{k}={v}" for k, v in settings if any(other.get(k) != v for other in others)}
+            if len(apart) > 1:
+                apart.pop(MANIFEST, None)  # it follows from the rest
+            newest = {run.seed: run for run in members}  # the list is in order of time
+            repeated = tuple(run for run in members if run is not newest[run.seed])
+            rows.append(Row(" ".join([method, *apart.values()]), method, tuple(newest.values()), repeated))
+    return out
+
+
+# -- the paper -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A number of the paper and what we have for it."""
+
+    shown: str
+    where: str
+    paper: dict[str, float | None]
+    ours: dict[str, Mean | None]
+    rows: tuple[Row, ...]
+    reduced: tuple[str, ...]  # in what our runs are smaller or other than the paper's
+
+
+@dataclass(frozen=True)
+class Table:
+    id: str
+    title: str
+    notes: tuple[str, ...]
+    columns: tuple[str, ...]
+    cells: tuple[Cell, ...]
+
+    @property
+    def run(self) -> tuple[int, int]:
+        """(cells with runs, cells); a cell run with two sets of settings counts once."""
+        every = {(cell.shown, cell.where) for cell in self.cells}
+        return len({(cell.shown, cell.where) for cell in self.cells if cell.rows}), len(every)
+
+
+def paper_tables(runs: Sequence[Result]) -> tuple[str, list[Table]]:
+    """(source, tables): each cell of the paper with the finished runs that answer it.
+
+    Runs with other settings, say another number of epochs, are other cells of ours: each set of settings
+    has its own line.
+    """
+    data = json.loads(PAPER.read_text(encoding="utf-8"))
+    finished = [run for run in runs if run.status == "FINISHED"]
+    tables = []
+    for table in data["tables"]:
+        cells: list[Cell] = []
+        for cell in sorted(table["cells"], key=lambda c: (c["dataset"], c["noise"], c["rho"])):
+            answers = [run for run in finished if _answers(run, table["id"], cell, data["standard"])]
+            where = f"{cell['dataset']} rho={cell['rho']:g} noise={cell['noise']:g}"
+            rows: list[Row | None] = [row for group in compare(answers).values() for row in group]
+            for row in rows or [None]:
+                members = row.runs if row else ()
+                ours = {name: mean_of(members, metric) for name, metric in table["columns"].items()}
+                reduced = _reduced(members[0], table["protocol"]) if members else ()
+                cells.append(Cell(cell["shown"], where, cell["paper"], ours, (row,) if row else (), reduced))
+        tables.append(Table(table["id"], table["title"], tuple(table["notes"]), tuple(table["columns"]), tuple(cells)))
+    return data["source"], tables
+
+
+def _answers(run: Result, table: str, cell: dict[str, Any], standard: dict[str, Any]) -> bool:
+    tagged = run.params.get("table_cell") or run.tags.get("table_cell") or ""
+    if tagged and table not in tagged.replace(",", " ").split():
+        return False
+    if run.method != cell["method"] or run.bias != (
+        cell["dataset"],
+        float(cell["rho"]),
+        float(cell["noise"]),
+    ):
+        return False
+    if run.dataset == "webvision" and not run.params.get("shards.url") and run.params.get("shards.classes") != "50":
+        return False  # the tables are about the first 50 classes
+    if run.method != "prototypical":
+        return True
+    asked = {**standard, **cell.get("settings", {})}
+    return _variant({key: run.params.get(key, value) for key, value in standard.items()}) == _variant(asked)
+
+
+def _variant(settings: dict[str, Any]) -> dict[str, Any]:
+    """The switches of the paper's ablations, in one spelling."""
+    plain = {key: _plain(value) for key, value in settings.items()}
+    out = {key: plain[key] == _plain(off) for key, off in _OFF.items()}
+    course = plain["method.threshold"]
+    value = {"exponential": plain["method.threshold_growth"], "linear": plain["method.threshold_end"]}.get(course)
+    out["course"] = ("exponential", 1.005) if course == "transfer" else (course, value)
+    return out
+
+
+_OFF: dict[str, Any] = {
+    "method.relabel_weight": "one", "method.mixup": 0, "method.contrastive": 0, "method.cross_entropy": 0,
+    "method.cleaning": False, "data.augmix": "none",
+}  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    """'8.0' and 8 are the same setting."""
+    text = str(value)
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _reduced(run: Result, protocol: dict[str, Any]) -> tuple[str, ...]:
+    out = []
+    for key, value in protocol.items():
+        have = _plain(run.params.get(key, value))
+        name = key.rpartition(".")[2]
+        if have != _plain(value):
+            out.append(f"{name} {have:g} of {value:g}" if isinstance(have, float) else f"{name} {have}")
+    largest = {"cifar10": 5000, "cifar100": 500}.get(run.dataset)
+    if largest and run.number("shards.largest", 0) not in (0, largest):
+        out.append(f"largest class {run.number('shards.largest'):g} of {largest}")
+    if run.params.get("method.threshold") == "transfer":
+        out.append("threshold fitted to the number of epochs")
+    return tuple(out)

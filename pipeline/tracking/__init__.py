@@ -1,0 +1,1 @@
+"""A local journal first, MLflow later. Training never waits for a server."""

@@ -1,0 +1,378 @@
+"""MLflow may be down; training goes on.
+
+Rank 0 appends to the run's journal and returns. A thread of its own imports mlflow, ships the journal in
+batches and starts over where it stopped when the server comes back. What a dead job left behind is shipped
+by
+
+    python -m pipeline.tracking replay FOLDER [--uri URI]
+
+One job is one MLflow run, whatever the number of ranks and restarts: the job's key stands in the journal,
+in the checkpoint and as a tag of the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import getpass
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.config import TrackingConfig
+from pipeline.tracking import journal
+from pipeline.tracking.colors import style
+from pipeline.tracking.journal import Journal, Record, brief, pending, redact, redact_all, rewind
+from shards.base import settings
+from shards.base.settings import UserError
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+JOURNAL = "journal.jsonl"
+SHIP_SECONDS = 2.0  # between batches
+LONGEST_PAUSE = 60.0  # between attempts while the server does not answer
+SAMPLE_SECONDS = 10.0  # between samples of CPU, memory and GPU use
+QUIET_SECONDS = 600.0  # that sampling lets a first epoch go before it
+DEFAULT_URI = str(TrackingConfig.model_fields["uri"].default)
+log = logging.getLogger(__name__)
+
+
+def tracking_uri(told: str = "") -> str:
+    """Where commands look for runs: what they were told, else the environment, else where training puts them."""
+    return told or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
+
+
+class NullTracker:
+    """Tracking on ranks other than 0: the same calls, no effect."""
+
+    run_id: str | None = None
+    lost = False  # the journal a checkpoint tells of is gone, with a machine's disk perhaps
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Record metrics of one step. Returns at once, never raises."""
+
+    def artifact(self, path: str | Path, to: str = "") -> None:
+        """Upload a file or a whole folder; `to`: where among the run's artifacts (a folder keeps its
+        name).
+        """
+
+    def dataset(self, facts: dict[str, Any]) -> None:
+        """Record what was trained on: name, digest, source, and any counts worth seeing."""
+
+    def model(self, folder: str | Path, register_as: str = "") -> None:
+        """Log an exported model (pipeline.exported) as an MLflow model."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs for going on in the same run."""
+        return {}
+
+    def finish(self, status: Status, wait: float | None = None) -> bool:
+        """End the run; True if everything reached the server in at most `wait` seconds."""
+        return True
+
+
+class Tracker(NullTracker):
+    """Tracking on rank 0. `state` comes from a checkpoint: the journal goes back to where it was written."""
+
+    def __init__(
+        self,
+        config: TrackingConfig,
+        folder: Path,
+        name: str,
+        params: dict[str, object],
+        tags: dict[str, str],
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        self.config, self.folder = config, Path(folder)
+        self.path = self.folder / JOURNAL
+        self.run_id = (state or {}).get("run_id")
+        start: Record = {
+            "kind": "start",
+            "experiment": config.experiment,
+            "name": config.run_name or name,
+            "params": redact_all({key: str(value) for key, value in params.items()}),
+            "tags": redact_all(tags | config.tags | ({"mlflow.parentRunId": config.parent} if config.parent else {})),
+        }
+        start["job"], keep = self._take_over(start, state)
+        self._journal = Journal(self.path, keep)
+        self._kept = self._journal.size
+        self.lost = self._kept < keep
+        self._began = self._first_start() or _now()
+        start["tags"] |= {"mlflow.user": _user(), "mlflow.source.name": "pipeline.train", **_commit()}
+        if "method" in tags:
+            start["tags"]["mlflow.runColor"] = style(tags["method"])["color"]
+        self._journal.append({**start, "time": _now()})
+        self._job = start["job"]
+        self._wake, self._closing = threading.Event(), threading.Event()
+        self._trouble = 0
+        self._told = threading.Event()  # the trainer has logged something
+        self._threads: list[threading.Thread] = []
+        if config.system_metrics:
+            self._start(self._sample, "tracking-sampler")
+        self._start(self._ship, "tracking-shipper")
+
+    # -- what the trainer calls --------------------------------------------------------------------
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._metrics(step, metrics)
+        self._told.set()
+
+    def artifact(self, path: str | Path, to: str = "") -> None:
+        self._journal.append({"kind": "artifact", "time": _now(), "path": self._inside(path), "to": to})
+
+    def dataset(self, facts: dict[str, Any]) -> None:
+        self._journal.append({"kind": "dataset", "time": _now(), "facts": facts})
+
+    def model(self, folder: str | Path, register_as: str = "") -> None:
+        record = {"kind": "model", "time": _now(), "path": self._inside(folder), "register_as": register_as}
+        self._journal.append(record)
+
+    def state(self) -> dict[str, Any]:
+        return {"job": self._job, "run_id": self.run_id, "offset": self._journal.size}
+
+    def finish(self, status: Status, wait: float | None = None) -> bool:
+        """Without `wait`: a minute after a good end; ten seconds for a job that was told to stop, or whose server
+        has not answered."""
+        self._journal.append({"kind": "end", "time": _now(), "status": status})
+        if wait is None:
+            wait = 10.0 if self._trouble or status == "KILLED" else 60.0
+        self._closing.set()
+        self._wake.set()
+        until = time.monotonic() + wait
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        self._journal.close()
+        left = pending(self.path) if self.config.uri else 0
+        if left:
+            log.warning(
+                "%d records have not reached %s; nothing is lost: python -m pipeline.tracking replay %s",
+                left, redact(self.config.uri), self.folder,
+            )  # fmt: skip
+        return left == 0
+
+    # -- the journal's beginning -------------------------------------------------------------------
+
+    def _take_over(self, start: Record, state: dict[str, Any] | None) -> tuple[str, int]:
+        """(job, bytes of the journal to keep). A journal of another job is put aside, never overwritten."""
+        old, ended = None, False
+        for _, record in journal.read(self.path):
+            old = record if record.get("kind") == "start" else old
+            ended = record.get("kind") == "end"
+        if state and (old is None or old["job"] == state.get("job")):
+            return state["job"], int(state.get("offset", 0))
+        job = state["job"] if state else uuid.uuid4().hex
+        if old is not None:
+            if not state and not ended and old["params"] == start["params"]:
+                return old["job"], 0  # it died before its first checkpoint and starts again: the same run
+            aside = self.folder / f"journal-{old['job'][:8]}.jsonl"
+            for suffix in ("", ".shipped"):
+                with contextlib.suppress(FileNotFoundError):
+                    os.replace(f"{self.path}{suffix}", f"{aside}{suffix}")
+        return job, 0
+
+    def _first_start(self) -> int | None:
+        return next((int(record["time"]) for _, record in journal.read(self.path)), None)
+
+    def _inside(self, path: str | Path) -> str:
+        """Relative to the run's folder where possible, so that a copied folder can still be replayed."""
+        absolute = Path(path).resolve()
+        root = self.folder.resolve()
+        return str(absolute.relative_to(root)) if absolute.is_relative_to(root) else str(absolute)
+
+    # -- the threads -------------------------------------------------------------------------------
+
+    def _start(self, work: Any, name: str) -> None:
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _ship(self) -> None:
+        """Ship, pause, ship; after trouble the pauses grow, at the end there is one last attempt. The journal is held
+        even if nothing is shipped: a replay would end a run that is alive.
+        """
+        with lock(self.path, self._closing) as mine:
+            if not mine:
+                return
+            rewind(self.path, self._kept)  # here, because a replay may have had the journal until now
+            if not self.config.uri:
+                self._closing.wait()
+                return
+            shipper = None
+            while True:
+                last = self._closing.is_set()
+                self._journal.sync()
+                try:
+                    if shipper is None:
+                        from pipeline.tracking.mlflow_sync import Shipper  # imports mlflow: seconds
+
+                        shipper = Shipper(self.config.uri, self.path)
+                    shipper.ship(last)
+                    self.run_id = shipper.run_id
+                    if self._trouble:
+                        log.warning(
+                            "MLflow at %s answers again; the journal has been replayed.",
+                            redact(self.config.uri),
+                        )
+                    self._trouble = 0
+                except Exception as error:
+                    self._trouble += 1
+                    if self._trouble == 1:
+                        log.warning("MLflow at %s: %s. Training goes on; the journal keeps everything.",
+                                    redact(self.config.uri), brief(error))  # fmt: skip
+                if last:
+                    return
+                pause = SHIP_SECONDS * (2**self._trouble if self._trouble < 6 else 64)
+                self._wake.wait(min(pause, LONGEST_PAUSE))
+
+    def _sample(self) -> None:
+        """CPU, memory and GPU use under MLflow's own names; the step counts samples since the job's first
+        start.
+        """
+        from pipeline.tracking.system_metrics import usage
+
+        begun, pause = time.monotonic(), 1.0
+        while not self._closing.wait(pause):
+            if not self._told.is_set() and time.monotonic() < begun + QUIET_SECONDS:
+                continue
+            pause = SAMPLE_SECONDS
+            with contextlib.suppress(Exception):
+                self._metrics(int((_now() - self._began) / 1000 / SAMPLE_SECONDS), usage(self.folder))
+
+    def _metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """The first metric MLflow hears of is the one its compare page starts with: accuracy, if there is one."""
+        first = sorted(metrics, key=lambda key: key != "test/top1")
+        values = {key: float(metrics[key]) for key in first}
+        self._journal.append({"kind": "metrics", "time": _now(), "step": int(step), "values": values})
+
+
+def _now() -> int:
+    return int(time.time() * 1000)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's numeric user has no name
+        return str(os.getuid())
+
+
+def _commit(file: Path = Path(__file__)) -> dict[str, str]:
+    """Which code this is: the commit of the source tree, or what an image was told when it was built. A package that
+    was installed inside somebody's repository is not of that repository.
+    """
+    known = os.environ.get("EVENHAND_COMMIT", "")
+    if not known:
+        command = ["git", "-C", str(file.parent), "rev-parse", "HEAD", f"HEAD:./{file.name}"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            known = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.split()[0]
+    return {"mlflow.source.git.commit": known} if known else {}
+
+
+# -- one process ships a journal, the job itself or a replay ---------------------------------------
+
+
+@contextlib.contextmanager
+def lock(path: Path, stop: threading.Event | None = None) -> Iterator[bool]:
+    """One process ships a journal. With `stop`, wait for the lock until it is set; without, do not wait."""
+    with Path(f"{path}.lock").open("a") as file:
+        last = stop is None
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if last:
+                    yield False
+                    return
+                last = stop is not None and stop.wait(0.5)
+            except OSError:  # a file system without locks: there is only us
+                break
+        yield True
+
+
+# -- python -m pipeline.tracking replay ------------------------------------------------------------
+
+
+def replay(folder: Path, uri: str) -> int:
+    """Ship what a dead job left in its folder; a run that never said how it ended is marked FAILED. Returns
+    records shipped.
+    """
+    from pipeline.tracking.mlflow_sync import Shipper
+
+    paths = sorted(folder.glob("journal*.jsonl"))
+    if not paths:
+        raise UserError(f"There is no journal in {folder}. Give the output folder of a run.")
+    shipped = left = 0
+    for path in paths:
+        with lock(path) as mine:
+            if not mine:
+                raise UserError(f"{path} is being shipped by its job, which is still running, or by another replay.")
+            kind = None
+            for _, record in journal.read(path):
+                kind = record["kind"]
+            if kind != "end":
+                ending = Journal(path)
+                finished = path.name == JOURNAL and (folder / "summary.json").is_file()
+                ending.append({"kind": "end", "time": _now(), "status": "FINISHED" if finished else "FAILED"})
+                ending.close()
+            try:
+                shipper = Shipper(uri, path)
+                shipper.ship(last=True)
+            except Exception as error:
+                raise UserError(f"MLflow at {redact(uri)}: {brief(error)}. {path} is kept; try again later.") from error
+            shipped += shipper.shipped
+            left += pending(path)
+            if path.name == JOURNAL:
+                _note_run(folder / "summary.json", shipper.run_id)
+    if left:
+        raise UserError(
+            f"{left} artifacts were not taken by MLflow at {redact(uri)}; the rest is there. Try again later."
+        )
+    return shipped
+
+
+def _note_run(file: Path, run_id: str) -> None:
+    """A run that ended without a server did not know its id."""
+    summary = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if "run_id" in summary and not summary["run_id"]:
+        temporary = file.with_suffix(".tmp")
+        temporary.write_text(json.dumps(summary | {"run_id": run_id}, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(file)
+
+
+def _uri_of(folder: Path) -> str:
+    config = folder / "config.yaml"
+    uri = settings.read_yaml(config).get("tracking", {}).get("uri", "") if config.is_file() else ""
+    if not uri or "***" in uri:
+        raise UserError(f"{folder} does not say where to; add --uri, for example --uri sqlite:///runs/mlflow.db")
+    return uri
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m pipeline.tracking", description=__doc__.split("\n\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("replay", help="ship the journal of a job that ended while the server was away")
+    command.add_argument("folder", type=Path, help="output folder of the run")
+    command.add_argument(
+        "--uri", default="", help="MLflow tracking URI; default: MLFLOW_TRACKING_URI, then the run's config"
+    )
+    options = parser.parse_args(argv)
+    uri = options.uri or os.environ.get("MLFLOW_TRACKING_URI") or _uri_of(options.folder)
+    count = replay(options.folder, uri)
+    print(
+        f"{count} records shipped to {redact(uri)}." if count else "Nothing was left to ship.",
+        file=sys.stderr,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    settings.run(main)

@@ -1,0 +1,1 @@
+"""The loop: stages, epochs, passes, checkpoints. It knows no method by name."""

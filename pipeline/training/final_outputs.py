@@ -1,0 +1,181 @@
+"""What a finished run leaves in its folder, and sends to MLflow: settings, summary, pictures, tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeline.config import Config
+from pipeline.evaluation.accuracy import Evaluation, evaluate
+from pipeline.process.log import log
+from pipeline.tracking.journal import redact
+from pipeline.training.trainer import Trainer, last_mean
+from shards.base.settings import output_folder, to_yaml
+
+EMBEDDED = 1000  # test pictures on the embedding map
+
+
+def run_name(config: Config, source: str, rho: float, noise: float) -> str:
+    """`digits rho=10 noise=0.5 prototypical seed=0`"""
+    return f"{source} rho={rho:g} noise={noise:g} {config.method.name} seed={config.seed}"
+
+
+def default_folder(config: Config) -> str:
+    """A readable name below runs/; finished shards lend it their own name, for their bias is not in the settings."""
+    shards = config.shards
+    if shards.url:
+        name = f"{Path(shards.url.rstrip('/')).name} {config.method.name} seed={config.seed}"
+    else:
+        name = run_name(config, shards.source, shards.rho, shards.noise)
+    return "runs/" + name.replace("=", "").replace(" ", "_")
+
+
+def make_folder(config: Config) -> Path:
+    return output_folder(Path(config.output))
+
+
+def write_config(config: Config, folder: Path) -> None:
+    (folder / "config.yaml").write_text(redact(to_yaml(config)), encoding="utf-8")
+
+
+def finished(folder: Path) -> dict[str, Any] | None:
+    """The summary of a run that came to its end."""
+    file = folder / "summary.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def summarise(config: Config, trainer: Trainer) -> dict[str, Any]:
+    """The numbers scripts and people ask for first."""
+    history, bias = trainer.history, trainer.train_split.manifest.bias
+    last = history[-1]
+    best = max(range(len(history)), key=lambda e: history[e]["test/top1"])
+    with_f1 = [past["clean/f1"] for past in history if "clean/f1" in past]
+    return {
+        "method": config.method.name,
+        "seed": config.seed,
+        "dataset": trainer.train_split.manifest.source,
+        "rho": bias.rho,
+        "noise": bias.noise,
+        "epochs": len(history),
+        "ranks": trainer.world.size,
+        "best": history[best]["test/top1"],
+        "best_epoch": best,
+        "last": last["test/top1"],
+        "mean_last10": last_mean(history),
+        "many": last.get("test/many"),
+        "medium": last.get("test/medium"),
+        "few": last.get("test/few"),
+        "clean_f1": with_f1[-1] if with_f1 else None,
+        "seconds": trainer.clock.seconds,
+        "images_per_second": last["time/images_per_second"],
+        "recipe": config.recipe,
+        "manifest": trainer.train_split.manifest.hash,
+        "run_id": trainer.tracker.run_id,
+    }
+
+
+def finish(config: Config, trainer: Trainer, folder: Path) -> dict[str, Any] | None:
+    """Write everything. Called by all ranks, because the confidence on the training set is a pass of all ranks."""
+    split = trainer.train_split
+    confidence = evaluate(
+        trainer.method,
+        trainer.loader.survey(),
+        split.given,
+        split.clean_counts,
+        trainer.world,
+        trainer.pulse,
+        trainer.autocast,
+    ).confidence
+    if not trainer.last_evaluation:  # resumed after the last epoch
+        trainer.evaluate_all()
+    if not trainer.world.leads:
+        return None
+    test = trainer.last_evaluation["test"]
+    _write_classes(folder, split.classes, split.clean_counts, test)
+    from pipeline.reports.figures import write_figures
+
+    write_figures(folder, _figure_data(trainer, test, confidence))
+    (folder / "manifest.json").write_bytes(split.manifest.to_bytes())
+    summary, tracker = summarise(config, trainer), trainer.tracker
+    final = {f"final/{key}": summary[key] for key in ("best", "last", "mean_last10") if summary[key] is not None}
+    tracker.log(trainer.epochs_done, final)
+    for name in ("config.yaml", "manifest.json", "classes.csv", "confusion.csv", "figures"):
+        tracker.artifact(folder / name)
+    if config.tracking.log_model:
+        from pipeline.inference.model import export_model
+
+        exported = export_model(trainer.method, config, split.classes, split.clean_counts.tolist(), folder / "model")
+        tracker.model(exported, config.tracking.register_as)
+    _write_json(folder / "summary.json", summary)  # last: with it the run counts as finished
+    tracker.artifact(folder / "summary.json")
+    return summary
+
+
+def note_run(folder: Path, summary: dict[str, Any], run_id: str | None) -> None:
+    """A short run may end before MLflow has told its id."""
+    if run_id and summary["run_id"] != run_id:
+        summary["run_id"] = run_id
+        _write_json(folder / "summary.json", summary)
+
+
+def _figure_data(trainer: Trainer, test: Evaluation, confidence: dict[str, np.ndarray]) -> dict[str, Any]:
+    split = trainer.train_split
+    last = trainer.history[-1]
+    vectors, labels = _embedded(trainer)
+    return {
+        "method": trainer.config.method.name,
+        "history": [{"epoch": epoch, "metrics": found} for epoch, found in enumerate(trainer.history, 1)],
+        "class_names": list(split.classes),
+        "class_counts": split.clean_counts,
+        "per_class_accuracy": test.correct / np.maximum(test.total, 1),
+        "confusion": test.confusion,
+        "marginal": test.marginal,
+        "confidence": confidence,
+        "group_f1": {
+            group: last[f"clean/f1_{group}"] for group in ("many", "medium", "few") if f"clean/f1_{group}" in last
+        },
+        "embedding": vectors,
+        "embedding_labels": labels,
+    }
+
+
+@torch.no_grad()
+def _embedded(trainer: Trainer) -> tuple[np.ndarray, np.ndarray]:
+    """Embeddings of some test pictures of the lead's part."""
+    split = trainer.tests["test"]
+    vectors: list[np.ndarray] = []
+    indices: list[np.ndarray] = []
+    trainer.method.eval()
+    for index, images in trainer.test_loaders["test"].survey():
+        vectors.append(trainer.method.embeddings(images).float().cpu().numpy())
+        indices.append(index.cpu().numpy())
+        if sum(len(i) for i in indices) >= EMBEDDED:
+            break
+    rows = np.concatenate(indices)[:EMBEDDED]
+    return np.concatenate(vectors)[:EMBEDDED], split.given[rows]
+
+
+def _write_classes(folder: Path, names: list[str], counts: np.ndarray, test: Evaluation) -> None:
+    import csv
+
+    with open(folder / "classes.csv", "w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file)
+        table.writerow(["class", "name", "training_samples", "test_samples", "correct", "accuracy"])
+        for k, name in enumerate(names):
+            accuracy = test.correct[k] / max(test.total[k], 1)
+            table.writerow([k, name, int(counts[k]), int(test.total[k]), int(test.correct[k]), f"{accuracy:.4f}"])
+    with open(folder / "confusion.csv", "w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file)
+        table.writerow(["true \\ predicted", *names])
+        table.writerows([name, *map(int, row)] for name, row in zip(names, test.confusion))
+
+
+def _write_json(path: Path, value: Any) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)
+    log.info("wrote %s", path)

@@ -1,0 +1,150 @@
+"""The FFCV file gives the batches of the tars: same rows, same labels, same pixels."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from pipeline.config import DataConfig
+from pipeline.data import sampling
+from pipeline.data.batch import Batch, Pass
+from pipeline.data.loader import Loader, open_loader
+from pipeline.distributed.world import World
+from shards.base.settings import UserError
+from shards.config import BuildConfig
+from shards.reader import Split, open_split
+
+pytest.importorskip("ffcv", reason="FFCV is not installed; see the README for the headers it needs")
+
+# Numba's finalisers complain when FFCV's compiled code is collected.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+VIEWS = ("weak", "strong")
+
+
+def photograph(number: int) -> Image.Image:
+    """Smooth colours in a size of its own."""
+    height, width = 40 + number % 7 * 9, 50 + number % 5 * 11
+    y, x = np.mgrid[0:height, 0:width]
+    waves = [np.sin(x / (3 + number % 4)), np.cos(y / (4 + number % 3)), np.sin((x + y) / 9)]
+    return Image.fromarray(np.stack([wave * 90 + 120 for wave in waves], -1).astype(np.uint8))
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> Split:
+    """JPEG, grey JPEG and PNG in folders, built as tars and as an FFCV file."""
+    from shards.build import ensure
+
+    raw = tmp_path_factory.mktemp("raw")
+    for number in range(30):
+        folder = raw / f"class{number % 3}"
+        folder.mkdir(exist_ok=True)
+        image = photograph(number)
+        if number % 5 == 1:
+            image = image.convert("L")
+        image.save(folder / f"{number}.{'png' if number % 4 == 0 else 'jpg'}")
+    out = str(tmp_path_factory.mktemp("built") / "photographs")
+    return open_split(ensure(BuildConfig(source="folder", path=str(raw), output=out, format="both")), "train")
+
+
+def config(**changes: object) -> DataConfig:
+    settings = {
+        "batch": 8,
+        "size": 24,
+        "crop": "resized",
+        "flip": True,
+        "mix_group": 2,
+        "loader": "ffcv",
+    } | changes
+    return DataConfig.model_validate(settings)
+
+
+@pytest.fixture(scope="module")
+def loaders(photographs: Split) -> tuple[Loader, Loader]:
+    """The second of two ranks, from the FFCV file and from the tars; made once: FFCV compiles for long."""
+    threads = torch.get_num_threads()
+    ffcv, tars = (open_loader(photographs, config(loader=k), 1, World(1, 2), 2) for k in ("ffcv", "tar"))
+    assert torch.get_num_threads() == threads, "FFCV would set it for the whole process"
+    assert type(tars) is Loader
+    assert type(ffcv) is not Loader
+    return ffcv, tars
+
+
+def agree(a: Batch, b: Batch, lossless: set[int]) -> bool:
+    """Rows equal; pictures equal to the byte, or for JPEG as near as FFCV's quicker transform comes."""
+    rows = all(torch.equal(getattr(a, name), getattr(b, name)) for name in ("index", "label", "valid", "groups"))
+    level = 1 / 127.5
+    exact = torch.tensor([int(i) in lossless for i in a.index])
+    equal = all(torch.equal(a.views[name][exact], b.views[name][exact]) for name in a.views)
+    weak = torch.allclose(a.views["weak"], b.views["weak"], atol=4 * level)
+    strong = (a.views["strong"] - b.views["strong"]).abs().mean() < 2 * level
+    return rows and equal and weak and bool(strong)
+
+
+def test_batches_and_surveys_are_those_of_the_tars(photographs, loaders):
+    ffcv, tars = loaders
+    lossless = {i for i in range(len(photographs)) if bytes(photographs.read(i)[:4]) == b"\x89PNG"}
+    walk = Pass(sampling.shuffled(len(photographs), 1, 2), VIEWS, beside=np.arange(5), beside_batch=3)
+    got, expected = list(ffcv.batches(walk, 2)), list(tars.batches(walk, 2))
+    assert len(got) == len(expected)
+    assert lossless & set(torch.cat([b.index for b in got]).tolist())
+    assert all(agree(a, b, lossless) and agree(a.beside, b.beside, lossless) for a, b in zip(got, expected))
+    resumed = list(ffcv.batches(walk, 2, first_step=2))
+    assert all(agree(a, b, lossless) for a, b in zip(resumed, expected[-len(resumed) :], strict=True))
+    for (index, images), (same_index, same_images) in zip(ffcv.survey(), tars.survey(), strict=True):
+        assert torch.equal(index, same_index)
+        assert torch.allclose(images, same_images, atol=4 / 127.5)
+
+
+def test_an_abandoned_walk_leaves_no_thread(photographs, loaders):
+    def running() -> set[threading.Thread]:
+        return {t for t in threading.enumerate() if t.name != "tqdm_monitor"}
+
+    before = running()
+    batches = loaders[0].batches(Pass(np.arange(len(photographs))), 0)
+    next(batches)
+    assert running() > before
+    batches.close()
+    assert running() == before
+
+
+def test_the_file_may_vanish_once_it_is_open(photographs, tmp_path, monkeypatch):
+    """As when another process makes room in a shared cache: FFCV opens it again for every pass."""
+    copy = tmp_path / "copy.beton"
+    copy.write_bytes(Path(photographs.beton).read_bytes())
+    monkeypatch.setitem(photographs.__dict__, "beton", str(copy))
+    loader = open_loader(photographs, config(), 0, World())
+    copy.unlink()
+    for _ in range(2):
+        seen = [index for index, _ in loader.survey()]
+        assert torch.cat(seen).tolist() == list(range(len(photographs)))
+
+
+def test_a_broken_jpeg_is_masked_not_trained_on(photographs, tmp_path, monkeypatch):
+    """Bytes changed inside the file, as a failing disk would: FFCV alone would hand out garbage."""
+    jpegs = [i for i in range(len(photographs)) if bytes(photographs.read(i)[:2]) == b"\xff\xd8"]
+    broken = jpegs[0]
+    data = bytes(photographs.read(broken))
+    altered = bytearray(Path(photographs.beton).read_bytes())
+    place = altered.find(data)
+    assert place > 0
+    altered[place + 2 : place + len(data)] = bytes(len(data) - 2)
+    copy = tmp_path / "altered.beton"
+    copy.write_bytes(altered)
+    monkeypatch.setitem(photographs.__dict__, "beton", str(copy))
+    loader = open_loader(photographs, config(max_bad=0.1), 1, World())
+    batches = list(loader.batches(Pass(np.arange(len(photographs))), 0))
+    index, valid = torch.cat([b.index for b in batches]), torch.cat([b.valid for b in batches])
+    assert valid[index == broken].sum() == 0
+    assert list(loader.bad) == [broken]
+
+
+def test_shards_without_an_ffcv_file_are_refused_with_the_way_out():
+    tars = SimpleNamespace(given=np.zeros(3, np.int32), shard_sizes=[3], beton=None)
+    with pytest.raises(UserError, match=r"no FFCV file.*shards\.format=both.*data\.loader=tar"):
+        open_loader(tars, config(), 0, World())

@@ -1,0 +1,89 @@
+"""A sweep: every combination once, one table, finished runs kept, mistakes told before any work."""
+
+import json
+
+import pytest
+from mlflow_store import runs_in
+
+from launch import sweep
+from shards.base.settings import UserError
+
+pytest_plugins = ["mlflow_fixtures"]
+QUICK = [
+    "train.epochs=1",
+    "data.batch=128",
+    "tracking.uri=",
+    "tracking.log_model=false",
+    "tracking.system_metrics=false",
+]
+
+
+def test_a_sweep_makes_one_row_for_all_seeds(digits, tmp_path, capsys) -> None:
+    out = tmp_path / "sweep"
+    words = [
+        "--out",
+        str(out),
+        "--vary",
+        "method.name=cross_entropy",
+        "--vary",
+        "seed=0,1",
+        f"shards.url={digits}",
+        *QUICK,
+    ]
+    assert sweep.main(words) == 0
+    made = json.loads((out / "results.json").read_text())
+    (row,) = made["rows"]
+    assert row["seeds"] == 2
+    assert len(row["last"]["values"]) == 2
+    assert "cross_entropy" in (out / "results.md").read_text()
+    first = (out / "cross_entropy_seed0" / "summary.json").stat().st_mtime_ns
+    assert sweep.main(words) == 0  # again: nothing is trained twice
+    assert (out / "cross_entropy_seed0" / "summary.json").stat().st_mtime_ns == first
+    # With other settings the old numbers are not passed off as new ones.
+    (out / "results.json").unlink()
+    assert sweep.main([*words, "optim.lr=0.1"]) == 1
+    assert "optim.lr was 0.05, is 0.1" in (out / "cross_entropy_seed0.log").read_text()
+    assert not (out / "results.json").exists()
+    assert "exit code 2" in capsys.readouterr().err
+
+
+def test_a_sweep_is_one_parent_with_its_children_however_often_it_goes_on(digits, database, tmp_path) -> None:
+    out, uri = tmp_path / "lr", f"sqlite:///{database}"
+    base = [
+        "--out",
+        str(out),
+        f"shards.url={digits}",
+        *QUICK,
+        f"tracking.uri={uri}",
+        "tracking.tags.key=http://a:hunter2@b",
+    ]
+    assert sweep.main([*base, "--vary", "seed=0"]) == 0
+    assert sweep.main([*base, "--vary", "seed=0,1"]) == 0
+    runs = {run.info.run_name: run for run in runs_in(database)}
+    parent = runs.pop("sweep lr")
+    assert parent.info.status == "FINISHED"
+    assert len(runs) == 2
+    for run in runs.values():
+        assert run.data.tags["mlflow.parentRunId"] == parent.info.run_id
+        assert run.data.tags["sweep"] == "lr"
+        assert run.info.run_id in (out / "results.md").read_text()
+    for file in (path for path in out.rglob("*") if path.suffix in (".md", ".json", ".jsonl", ".yaml", ".log", ".txt")):
+        assert "hunter2" not in file.read_text(), file
+
+
+def test_a_mistake_in_any_run_is_told_before_the_first(tmp_path) -> None:
+    with pytest.raises(UserError, match="protypical"):
+        sweep.main(["--out", str(tmp_path / "s"), "--vary", "method.name=cross_entropy,protypical"])
+    assert not (tmp_path / "s").exists()
+    with pytest.raises(UserError, match="--vary seed"):
+        sweep.main(["--out", str(tmp_path / "s"), "--vary", "seed"])
+    with pytest.raises(UserError, match="twice"):
+        sweep.main(["--out", str(tmp_path / "s"), "--vary", "seed=0,0"])
+    with pytest.raises(UserError, match="--jobs 0"):
+        sweep.main(["--out", str(tmp_path / "s"), "--vary", "seed=0", "--jobs", "0"])
+
+
+def test_all_means_every_method() -> None:
+    names = sweep.method_names()
+    assert {"cross_entropy", "prototypical", "dividemix"} <= set(names)
+    assert len(names) == len(set(names))

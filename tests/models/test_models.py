@@ -1,0 +1,92 @@
+"""Networks: sizes as published, behaviour the published numbers depend on."""
+
+import pytest
+import torch
+
+from pipeline.config import ModelConfig
+from pipeline.models.backbones import build_backbone
+from pipeline.models.network import Average, Network, unit
+from pipeline.models.preact_resnet import PreActBlock, PreActResNet18
+from shards.base.settings import UserError
+
+
+def parameters(module: torch.nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def test_preact_resnet18_has_the_published_size() -> None:
+    assert parameters(PreActResNet18(64)) == 11_166_144
+
+
+def test_inception_resnet_v2_has_the_published_size() -> None:
+    backbone, features = build_backbone(ModelConfig(backbone="inception_resnet_v2"))
+    assert (parameters(backbone), features) == (54_306_464, 1536)
+
+
+def test_the_identity_shortcut_takes_the_activated_input() -> None:
+    block = PreActBlock(4, 4, 1, "batch").eval()
+    torch.nn.init.zeros_(block.conv2.weight)  # only the shortcut is left
+    x = torch.randn(2, 4, 5, 5)
+    assert torch.allclose(block(x), torch.relu(block.norm1(x)))
+
+
+def test_features_can_be_negative_because_nothing_follows_the_last_stage() -> None:
+    torch.manual_seed(0)
+    assert (PreActResNet18(8)(torch.randn(4, 3, 16, 16)) < 0).any()
+
+
+def test_group_norm_rows_do_not_see_each_other() -> None:
+    network = PreActResNet18(8, "group").train()
+    x = torch.randn(4, 3, 16, 16)
+    assert torch.allclose(network(x)[:2], network(x[:2]), atol=1e-5)
+
+
+def test_embeddings_are_unit_length_and_zero_stays_zero() -> None:
+    network = Network(ModelConfig(width=8), 10, embed=True)
+    features, logits = network(torch.randn(4, 3, 16, 16))
+    assert logits.shape == (4, 10)
+    assert torch.allclose(network.embed(features).norm(dim=1), torch.ones(4), atol=1e-6)
+    zero = unit(torch.zeros(2, 5, requires_grad=True))
+    assert torch.isfinite(zero).all()
+    assert (zero == 0).all()
+
+
+def test_activation_checkpointing_changes_memory_not_mathematics() -> None:
+    torch.manual_seed(0)
+    plain = Network(ModelConfig(width=8, norm="group"), 10)
+    torch.manual_seed(0)
+    saving = Network(ModelConfig(width=8, norm="group", checkpoint_activations=True), 10)
+    x = torch.randn(2, 3, 16, 16)
+    for network in (plain, saving):
+        network(x)[1].sum().backward()
+    for a, b in zip(plain.parameters(), saving.parameters()):
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_the_average_follows_the_weights_and_never_learns() -> None:
+    network = Network(ModelConfig(width=8), 10)
+    average = Average(network, 0.9)
+    before = average.network.head.bias.clone()
+    with torch.no_grad():
+        network.head.bias.add_(1.0)
+    average.update(network)
+    assert torch.allclose(average.network.head.bias, before + 0.1)
+    assert not any(p.requires_grad for p in average.parameters())
+
+
+def test_a_misspelt_backbone_is_answered_with_the_nearest_name() -> None:
+    with pytest.raises(UserError, match="inception_resnet_v2"):
+        build_backbone(ModelConfig(backbone="inception_resnetv2"))
+
+
+def test_pretrained_weights_load_from_safetensors_only(tmp_path) -> None:
+    from safetensors.torch import save_file
+
+    source = PreActResNet18(8)
+    save_file(source.state_dict(), tmp_path / "w.safetensors")
+    loaded, _ = build_backbone(ModelConfig(width=8, pretrained=str(tmp_path / "w.safetensors")))
+    assert all(torch.equal(a, b) for a, b in zip(source.state_dict().values(), loaded.state_dict().values()))
+    with pytest.raises(UserError, match="safetensors"):
+        build_backbone(ModelConfig(width=8, pretrained=str(tmp_path / "w.pt")))
+    with pytest.raises(UserError, match="other shapes"):
+        build_backbone(ModelConfig(width=16, pretrained=str(tmp_path / "w.safetensors")))
