@@ -29,8 +29,8 @@ from typing import Any
 
 from pipeline import config
 from pipeline.process import exit_status, stop_request
-from shards.base import settings
-from shards.base.settings import UserError
+from shards.base import cli
+from shards.base.errors import UserError
 
 WORKER = ("-m", "pipeline.train")
 SHUTDOWN_SECONDS = 100  # for saving after a signal; torchrun's own 30 may be short for a large model on a slow store
@@ -187,4 +187,4 @@ def main(argv: list[str], check: Callable[[list[str]], object] = config.load) ->
 
 
 if __name__ == "__main__":
-    settings.run(main)
+    cli.run(main)

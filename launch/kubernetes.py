@@ -26,9 +26,10 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from launch.entry import split
 from pipeline import config as training
 from pipeline.process.exit_status import EXIT_CODES
-from pipeline.tracking.journal import redact
-from shards.base import settings
-from shards.base.settings import Settings, UserError
+from shards.base import cli
+from shards.base.errors import UserError
+from shards.base.redact import redact
+from shards.base.settings import Settings
 from shards.config import BuildConfig
 
 PROG = "python -m launch.kubernetes"
@@ -80,7 +81,7 @@ class JobConfig(Settings):
 def main(argv: list[str]) -> int:
     words, options = split(argv) if "--" in argv else (argv, [])
     try:
-        job = settings.load(JobConfig, words, PROG, __doc__ or "")
+        job = cli.load(JobConfig, words, PROG, __doc__ or "")
     except UserError as error:
         if "--" not in argv and "There is no setting" in str(error):
             raise UserError(f"{error}\nSettings of the training stand behind a `--`.") from None
@@ -94,7 +95,7 @@ def main(argv: list[str]) -> int:
         if job.nodes > 1:
             lasting["shards.url"] = run.shards.url
     else:
-        shards = settings.load(BuildConfig, from_file + options, f"{PROG} task=build --", "")
+        shards = cli.load(BuildConfig, from_file + options, f"{PROG} task=build --", "")
         lasting = {"output": shards.output}
         options += [] if shards.writers else [f"writers={job.cpu}"]
     text = file.read_text("utf-8") if file else ""
@@ -420,4 +421,4 @@ def _trainjob(job: JobConfig, pod: Manifest) -> list[Manifest]:
 
 
 if __name__ == "__main__":
-    settings.run(main)
+    cli.run(main)

@@ -26,9 +26,10 @@ from typing import Any, get_args
 
 from pipeline import config as configuration
 from pipeline.config import Config, TrackingConfig
-from pipeline.tracking.journal import redact
 from pipeline.tracking.tracker import JOURNAL, NullTracker, Status, Tracker, journal
-from shards.base.settings import UserError, run
+from shards.base.cli import run
+from shards.base.errors import UserError
+from shards.base.redact import redact
 
 COLUMNS = ("best", "last", "mean_last10", "many", "medium", "few", "clean_f1", "seconds")
 RUN_ID_SECONDS = 30.0

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shards.base import settings
-from shards.base.settings import UserError
+from shards.base import cli
+from shards.base.errors import UserError
+from shards.base.files import output_folder
 
 if TYPE_CHECKING:
     from pipeline.inference.open_run import Opened
@@ -377,7 +378,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--log: {opened.name} does not say which MLflow run it belongs to. Give the run id as RUN.")
     split = opened.split("train", options.shards)
     inside = Path(options.run) if (Path(options.run) / "checkpoints").is_dir() else Path()
-    out = settings.output_folder(options.out or inside / "audit")
+    out = output_folder(options.out or inside / "audit")
     findings = examine(opened, split, options.threshold)
     write_tables(findings, split, out)
     name = opened.name + (f", MLflow run {opened.run_id}" if opened.run_id else "")
@@ -394,4 +395,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    settings.run(main)
+    cli.run(main)

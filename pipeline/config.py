@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from pipeline.methods.options import MethodOptions, Prototypical
-from shards.base import settings
-from shards.base.settings import Settings, Tree, UserError
+from shards.base import cli, settings
+from shards.base.errors import UserError
+from shards.base.settings import Settings, Tree
 from shards.config import BuildConfig, CacheConfig
 
 PROG = "python -m pipeline.train"
@@ -161,4 +162,4 @@ def _section(tree: Tree, key: str) -> Tree:
 
 def load(argv: list[str]) -> Config:
     """The settings of a run from its command line."""
-    return settings.load(Config, argv, PROG, ABOUT, combine)
+    return cli.load(Config, argv, PROG, ABOUT, combine)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.process.exit_status import run_rank
-from shards.base.settings import EXIT_USER_ERROR, UserError, output_folder
+from shards.base.errors import EXIT_USER_ERROR, UserError
+from shards.base.files import output_folder
 
 if TYPE_CHECKING:
     from pipeline.distributed.world import World

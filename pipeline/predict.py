@@ -17,8 +17,9 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from shards.base import settings
-from shards.base.settings import UserError
+from shards.base import cli
+from shards.base.errors import UserError
+from shards.base.files import output_folder
 
 if TYPE_CHECKING:
     from pipeline.inference.model import Model, Prediction
@@ -104,7 +105,7 @@ def main(argv: list[str]) -> int:
 
 
 def _open(path: Path) -> IO[str]:
-    settings.output_folder(path.parent)
+    output_folder(path.parent)
     try:
         return path.open("w", encoding="utf-8")
     except OSError as error:
@@ -122,4 +123,4 @@ def _line(path: Path, answer: Prediction, classes: list[str], top: int, as_json:
 
 
 if __name__ == "__main__":
-    settings.run(main)
+    cli.run(main)

@@ -16,10 +16,11 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.tracking.journal import redact
 from pipeline.tracking.tracker import DEFAULT_URI, tracking_uri
-from shards.base import settings
-from shards.base.settings import UserError
+from shards.base import cli
+from shards.base.errors import UserError
+from shards.base.files import output_folder
+from shards.base.redact import redact
 
 if TYPE_CHECKING:
     from pipeline.reports.run_table import Cell, Mean, Result, Row, Table
@@ -244,7 +245,7 @@ def unfinished(doc: Document, runs: Sequence[Result]) -> None:
 def write_report(uri: str, experiments: Sequence[str], out: Path) -> list[Result]:
     from pipeline.reports.run_table import read_runs
 
-    settings.output_folder(out)
+    output_folder(out)
     runs = read_runs(uri, experiments)
     if not runs:
         raise UserError(f"There are no runs at {redact(uri)}. Train something first, or name another experiment.")
@@ -306,4 +307,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    settings.run(main)
+    cli.run(main)

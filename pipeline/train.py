@@ -11,8 +11,8 @@ from pipeline import config as configuration
 from pipeline.config import Config
 from pipeline.process import stop_request
 from pipeline.process.exit_status import record, run_rank, watched
-from shards.base.settings import UserError, flatten
-from shards.base.storage import Unreachable
+from shards.base.errors import Unreachable, UserError
+from shards.base.settings import flatten
 
 if TYPE_CHECKING:
     from pipeline.tracking.tracker import Status

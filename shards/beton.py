@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from shards.base.settings import UserError
+from shards.base.errors import UserError
+from shards.base.progress import Log
 from shards.base.storage import Store
 from shards.config import CacheConfig
 from shards.manifest import FileInfo, Manifest
 from shards.picture import to_rgb
-from shards.sources import Log
 from shards.write import born_deaf
 
 if TYPE_CHECKING:

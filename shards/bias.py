@@ -13,7 +13,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 
 Ints = NDArray[np.int64]
 MANY, FEW = 100, 20  # more than 100 training samples: many; fewer than 20: few

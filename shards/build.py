@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shards import manifest
-from shards.base.settings import UserError, load, run
+from shards.base.cli import load, run
+from shards.base.errors import UserError
+from shards.base.progress import Log
 from shards.base.storage import Store, store_at
 from shards.builder import LOCAL, Build, read_record, tidy
 from shards.config import BuildConfig
 from shards.reader import read_manifest
-from shards.sources import Log, collect
+from shards.sources import collect
 from shards.write import leave_out_pandas, prepare
 
 ABOUT = "Turn pictures into shards: webdataset tars or an FFCV file, a sample table and a manifest."

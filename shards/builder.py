@@ -17,14 +17,14 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from shards import bias, manifest
-from shards.base.progress import Progress
-from shards.base.settings import UserError
+from shards.base.errors import UserError
+from shards.base.progress import Log, Progress
 from shards.base.storage import Store
 from shards.config import BuildConfig
 from shards.manifest import FileInfo, Manifest, RejectedInfo, ShardInfo, SplitInfo
 from shards.picture import Rules, admit
 from shards.plan import Plan, describe, make_plan
-from shards.sources import Collection, Log, Rejected
+from shards.sources import Collection, Rejected
 from shards.write import Job, Part, Task, load_part, part_name, shard_name, write_all
 
 RECORD = "build.json"

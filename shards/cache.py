@@ -16,8 +16,9 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from shards.base.settings import UserError
-from shards.base.storage import Store, patiently, redact
+from shards.base.errors import UserError
+from shards.base.redact import redact
+from shards.base.storage import Store, patiently
 from shards.config import CacheConfig
 from shards.manifest import FileInfo
 

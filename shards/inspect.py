@@ -16,8 +16,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from shards.base.settings import Settings, UserError, load, run
-from shards.base.storage import redact
+from shards.base.cli import load, run
+from shards.base.errors import UserError
+from shards.base.redact import redact
+from shards.base.settings import Settings
 from shards.bias import counts_of
 from shards.config import CacheConfig
 from shards.picture import to_rgb

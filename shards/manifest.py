@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal
 import pyarrow as pa
 from pydantic import AfterValidator, Field, ValidationError
 
-from shards.base.settings import Settings, UserError
+from shards.base.errors import UserError
+from shards.base.settings import Settings
 
 FILE = "manifest.json"
 FORMAT, VERSION = "evenhand-shards", 1

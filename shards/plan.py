@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shards import bias
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 from shards.config import BuildConfig
 from shards.manifest import BiasInfo
 from shards.sources import Collection, Rows

@@ -23,7 +23,7 @@ import pyarrow.parquet
 from numpy.typing import NDArray
 
 from shards import manifest
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 from shards.base.storage import store_at
 from shards.cache import Cache, NoRoom
 from shards.config import CacheConfig

@@ -20,9 +20,12 @@ from PIL import Image
 from pydantic import Field
 
 from shards import manifest
+from shards.base.cli import load, run
+from shards.base.errors import UserError
 from shards.base.progress import Progress
-from shards.base.settings import Settings, UserError, load, run
-from shards.base.storage import Store, patiently, redact, store_at
+from shards.base.redact import redact
+from shards.base.settings import Settings
+from shards.base.storage import Store, patiently, store_at
 from shards.bias import counts_of
 from shards.config import CacheConfig
 from shards.manifest import FileInfo, Manifest, ShardInfo, SplitInfo

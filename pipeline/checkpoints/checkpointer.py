@@ -31,7 +31,7 @@ from torch import Tensor
 from pipeline.checkpoints import file_format
 from pipeline.checkpoints.file_format import MANIFEST, TEMPORARY, Damaged, Snapshot, Tree
 from pipeline.distributed.world import World
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 from shards.base.storage import RemoteStore, Store, store_at
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 from shards.base.storage import LocalStore, RemoteStore, Store, patiently
 
 FORMAT = 1

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps
 
 from pipeline.config import DataConfig
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 from shards.picture import FORMATS, to_rgb
 
 MAX_PIXELS = 100_000_000  # 300 MB as RGB; anything larger in a training set is an accident or an attack

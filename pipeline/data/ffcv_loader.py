@@ -24,7 +24,7 @@ from pipeline.config import DataConfig
 from pipeline.data.loader import Filled, Loader, Part, Samples
 from pipeline.data.partition import Micro
 from pipeline.distributed.world import World
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 
 SLOTS = 4  # FFCV allocates its batches ahead plus two
 MEMORY = 1 << 30  # bytes for decoded pictures waiting to be cut

@@ -26,7 +26,7 @@ from pipeline.data.decode import DRAWS, GREY, DecodeError, Views, centre, decode
 from pipeline.data.keyed_random import uniform
 from pipeline.data.partition import Micro, Rows, micro_batches, survey_batches
 from pipeline.distributed.world import World
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 
 KEEP_BYTES = 256 << 20
 _AUGMIX = crc32(b"augmix")

@@ -28,7 +28,8 @@ from pipeline.data.batch import Batch
 from pipeline.distributed.world import World
 from pipeline.engines.engine import Statistics, learnable, parameters
 from pipeline.methods.base import Method, Stage
-from shards.base.settings import UserError, merge
+from shards.base.errors import UserError
+from shards.base.settings import merge
 
 MOMENTUM = "momentum_buffer"
 BUCKET = 50_000_000  # numbers per exchange, at most

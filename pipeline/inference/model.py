@@ -29,8 +29,9 @@ from pipeline.distributed.world import World
 from pipeline.engines.engine import autocast_for
 from pipeline.methods.base import Method
 from pipeline.methods.options import load_method
-from pipeline.tracking.journal import redact_all
-from shards.base.settings import Settings, UserError, merge, validate
+from shards.base.errors import UserError
+from shards.base.redact import redact_all
+from shards.base.settings import Settings, merge, validate
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -13,9 +13,10 @@ import torch
 
 from pipeline.checkpoints.checkpointer import Loaded, read_checkpoint
 from pipeline.inference.model import FACTS, Model, load_exported, restore, stand_in
-from pipeline.tracking.journal import brief, redact
 from pipeline.tracking.tracker import tracking_uri
-from shards.base.settings import UserError, validate
+from shards.base.errors import UserError
+from shards.base.redact import one_line, redact
+from shards.base.settings import validate
 from shards.config import BuildConfig
 from shards.reader import Split, open_split, read_manifest
 
@@ -152,7 +153,9 @@ def _mlflow_model(address: str, uri: str) -> Opened:
             try:
                 mlflow.artifacts.download_artifacts(address, dst_path=folder)
             except (mlflow.MlflowException, OSError) as error:
-                raise UserError(f"The model {address} cannot be fetched from {redact(uri)}: {brief(error)}.") from None
+                raise UserError(
+                    f"The model {address} cannot be fetched from {redact(uri)}: {one_line(error)}."
+                ) from None
         found = next(Path(folder).rglob(FACTS), None)
         if found is None:
             raise UserError(f"{address} is not a model of this project.")

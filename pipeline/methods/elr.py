@@ -23,7 +23,7 @@ from pipeline.methods.parts.losses import cross_entropy, full_precision, soft_cr
 from pipeline.methods.parts.per_sample import remember
 from pipeline.methods.two_networks import TwoNetworks
 from pipeline.models.network import Network
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 
 LEAST = 1e-4  # predictions stay this far from 0 and 1
 COEFFICIENT, PARTNER = 1, 3  # purposes of random numbers; the second network uses the next ones

@@ -28,7 +28,7 @@ from pipeline.methods.ldam import class_weights
 from pipeline.methods.parts.losses import cross_entropy, sample_losses
 from pipeline.methods.parts.survey import Survey
 from pipeline.models.network import Network
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 
 PROBE, MAIN = 0, 1
 _SPLIT = 0x4A1F  # keeps this draw apart from other uses of the seed

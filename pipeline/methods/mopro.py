@@ -22,7 +22,7 @@ from pipeline.methods.parts.losses import cross_entropy, full_precision, prototy
 from pipeline.methods.parts.survey import Survey
 from pipeline.methods.prototype_method import Embedding
 from pipeline.models.network import Average, unit
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 
 MAIN, RETRAIN = 0, 1
 

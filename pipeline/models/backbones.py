@@ -11,7 +11,7 @@ from torch import nn
 
 from pipeline.config import ModelConfig
 from pipeline.models.preact_resnet import PreActResNet18
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 
 
 def build_backbone(config: ModelConfig) -> tuple[nn.Module, int]:

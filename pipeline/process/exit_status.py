@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from shards.base.settings import run
+from shards.base.cli import run
 
 Outcome = Literal["finished", "stopped", "refused", "failed"]
 FOLDER = "EVENHAND_OUTCOME"  # environment variable, set by launch.entry

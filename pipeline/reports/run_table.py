@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pipeline.tracking.journal import redact
-from shards.base.settings import UserError
+from shards.base.errors import UserError
+from shards.base.redact import redact
 
 PAPER = Path(__file__).with_name("paper_tables.json")
 # Settings that may differ between two runs of the same thing.

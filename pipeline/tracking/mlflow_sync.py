@@ -35,7 +35,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from pipeline.tracking import journal
 from pipeline.tracking.journal import Record, read_cursor, write_cursor
-from shards.base.settings import UserError
+from shards.base.errors import UserError
+from shards.base.redact import one_line, redact
 
 logging.getLogger("urllib3").setLevel(logging.ERROR)  # every retry would be told; we tell the outage
 BATCH = 500
@@ -70,9 +71,7 @@ def asking(uri: str) -> Iterator[MlflowClient]:
         mlflow.set_tracking_uri(clean)  # downloads look there, whatever the client was told
         yield client
     except (mlflow.MlflowException, SQLAlchemyError, OSError) as error:
-        raise UserError(
-            f"MLflow at {journal.redact(uri)}: {journal.brief(error)}. Check --uri and the server."
-        ) from error
+        raise UserError(f"MLflow at {redact(uri)}: {one_line(error)}. Check --uri and the server.") from error
 
 
 def without_credentials(uri: str) -> str:
@@ -124,7 +123,7 @@ class Shipper:
         self.client, self.uri = connect(uri)
         self.path, self.folder = path, path.parent
         self.cursor = read_cursor(path)
-        server = hashlib.sha256(journal.redact(self.uri).encode()).hexdigest()[:16]
+        server = hashlib.sha256(redact(self.uri).encode()).hexdigest()[:16]
         if self.cursor.get("server") != server:  # a server that has seen nothing of this journal
             self.cursor = {"server": server, "offset": 0, "deferred": []}
         self.run_id = ""  # empty: not attached
@@ -233,7 +232,7 @@ class Shipper:
                 "MLflow: %s %s waits: %s",
                 record["kind"],
                 record.get("path", ""),
-                journal.brief(error),
+                one_line(error),
             )
             self.cursor["deferred"].append(record)
             self.shipped -= 1

@@ -31,9 +31,10 @@ from typing import Any, Literal
 from pipeline.config import TrackingConfig
 from pipeline.tracking import journal
 from pipeline.tracking.colors import style
-from pipeline.tracking.journal import Journal, Record, brief, pending, redact, redact_all, rewind
-from shards.base import settings
-from shards.base.settings import UserError
+from pipeline.tracking.journal import Journal, Record, pending, rewind
+from shards.base import cli, settings
+from shards.base.errors import UserError
+from shards.base.redact import one_line, redact, redact_all
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 JOURNAL = "journal.jsonl"
@@ -226,7 +227,7 @@ class Tracker(NullTracker):
                     self._trouble += 1
                     if self._trouble == 1:
                         log.warning("MLflow at %s: %s. Training goes on; the journal keeps everything.",
-                                    redact(self.config.uri), brief(error))  # fmt: skip
+                                    redact(self.config.uri), one_line(error))  # fmt: skip
                 if last:
                     return
                 pause = SHIP_SECONDS * (2**self._trouble if self._trouble < 6 else 64)
@@ -327,7 +328,9 @@ def replay(folder: Path, uri: str) -> int:
                 shipper = Shipper(uri, path)
                 shipper.ship(last=True)
             except Exception as error:
-                raise UserError(f"MLflow at {redact(uri)}: {brief(error)}. {path} is kept; try again later.") from error
+                raise UserError(
+                    f"MLflow at {redact(uri)}: {one_line(error)}. {path} is kept; try again later."
+                ) from error
             shipped += shipper.shipped
             left += pending(path)
             if path.name == JOURNAL:
@@ -375,4 +378,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    settings.run(main)
+    cli.run(main)

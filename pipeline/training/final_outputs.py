@@ -12,9 +12,10 @@ import torch
 from pipeline.config import Config
 from pipeline.evaluation.accuracy import Evaluation, evaluate
 from pipeline.process.log import log
-from pipeline.tracking.journal import redact
 from pipeline.training.trainer import Trainer, last_mean
-from shards.base.settings import output_folder, to_yaml
+from shards.base.files import output_folder
+from shards.base.redact import redact
+from shards.base.settings import to_yaml
 
 EMBEDDED = 1000  # test pictures on the embedding map
 

@@ -35,10 +35,10 @@ from pipeline.methods.base import Method, Stage
 from pipeline.methods.parts.survey import Survey, take_survey
 from pipeline.process.log import Clock, follow, log
 from pipeline.tracking import system_metrics
-from pipeline.tracking.journal import redact_all
 from pipeline.tracking.tracker import NullTracker
 from pipeline.training.lr_schedule import learning_rate
-from shards.base.settings import UserError
+from shards.base.errors import UserError
+from shards.base.redact import redact_all
 from shards.reader import Split
 
 STEPS = "steps"  # among the summed losses: how many steps were summed

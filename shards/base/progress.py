@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-from shards.sources import Log
-
+Log = Callable[[str], None]
 EVERY = 10.0  # seconds between plain lines
 
 

@@ -1,17 +1,11 @@
 """Typed settings from YAML and dotted overrides, with errors a person can act on.
 
-Every command of the project (`shards.build`, `pipeline.train`, ...) reads its settings here. Nothing heavy is
-imported, so that `--help` and a typing mistake answer at once.
+Every command reads its settings here; `cli.py` is the command line around it. Nothing heavy is imported.
 """
 
 from __future__ import annotations
 
 import difflib
-import os
-import signal
-import sys
-import traceback
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -19,12 +13,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
+from shards.base.errors import UserError
+
 MAX_CONFIG_BYTES = 1 << 20
-EXIT_USER_ERROR = 2
-
-
-class UserError(Exception):
-    """Something the person at the keyboard can fix. The message says what, where, and what to do."""
 
 
 class Settings(BaseModel):
@@ -111,30 +102,6 @@ def _is_number(text: str) -> bool:
     return text.strip().lower() not in ("nan", "inf", "-inf", "infinity", "-infinity")
 
 
-def parse_arguments(argv: list[str], prog: str, about: str, schema: type[Settings]) -> tuple[Tree, Tree, bool]:
-    """(file tree, override tree, print only?) from a command line; answers --help itself."""
-    file_tree: Tree = {}
-    overrides: Tree = {}
-    print_only = False
-    words = iter(argv)
-    for word in words:
-        if word in ("-h", "--help"):
-            print_help(prog, about, schema)
-            raise SystemExit(0)
-        if word == "--print-config":
-            print_only = True
-        elif word == "--config" or word.startswith("--config="):
-            path = word.partition("=")[2] or next(words, "")
-            if not path:
-                raise UserError("--config needs a file: --config configs/digits.yaml")
-            file_tree = merge(file_tree, read_yaml(path))
-        elif word.startswith("-"):
-            raise UserError(f"There is no option {word}. Settings are written as key=value; {prog} --help lists them.")
-        else:
-            overrides = merge(overrides, parse_override(word))
-    return file_tree, overrides, print_only
-
-
 def validate(schema: type[S], tree: Tree, prog: str) -> S:
     """The typed settings, or a UserError naming every wrong key and value."""
     try:
@@ -142,16 +109,6 @@ def validate(schema: type[S], tree: Tree, prog: str) -> S:
     except ValidationError as error:
         problems = [_sentence(schema, item) for item in error.errors()]
         raise UserError("\n".join(dict.fromkeys(problems)) + f"\n{prog} --help lists every setting.") from None
-
-
-def load(schema: type[S], argv: list[str], prog: str, about: str, base: Callable[[Tree, Tree], Tree] = merge) -> S:
-    """Settings of a command from its arguments. `base` combines the file's tree with the overrides."""
-    file_tree, overrides, print_only = parse_arguments(argv, prog, about, schema)
-    settings = validate(schema, base(file_tree, overrides), prog)
-    if print_only:
-        print(to_yaml(settings), end="")
-        raise SystemExit(0)
-    return settings
 
 
 def to_yaml(settings: Settings) -> str:
@@ -167,15 +124,6 @@ def flatten(tree: Tree, prefix: str = "") -> dict[str, Any]:
         else:
             out[prefix + str(key)] = value
     return out
-
-
-def output_folder(path: Path) -> Path:
-    """The folder for a command's results, made if need be."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{path} cannot be a folder for results ({error.strerror}). Choose another.") from None
-    return path
 
 
 def _sentence(schema: type[Settings], item: Any) -> str:
@@ -227,13 +175,13 @@ def _public_name(schema: type[Settings], place: list[str]) -> str:
             continue
         out.append(part)
         field = model.model_fields.get(part) if model is not None else None
-        models = _models_of(field) if field else []
+        models = models_of(field) if field else []
         skip, union = len(models) > 1, models
         model = models[0] if len(models) == 1 else None
     return ".".join(out)
 
 
-def _models_of(field: FieldInfo) -> list[type[Settings]]:
+def models_of(field: FieldInfo) -> list[type[Settings]]:
     found: list[type[Settings]] = []
 
     def visit(kind: Any) -> None:
@@ -254,64 +202,5 @@ def _fields_at(schema: type[Settings], place: list[str]) -> list[tuple[str, Fiel
             models = [m for m in models if m.model_fields["name"].default == part]
             continue
         field = models[0].model_fields.get(part) if models else None
-        models = _models_of(field) if field else []
+        models = models_of(field) if field else []
     return [(key, field, model) for model in models[:1] for key, field in model.model_fields.items()]
-
-
-def walk(schema: type[Settings], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """(key, type, default, meaning) of every setting, in order."""
-    for key, field in schema.model_fields.items():
-        models = _models_of(field)
-        if len(models) == 1:
-            yield from walk(models[0], f"{prefix}{key}.")
-        elif models:
-            for model in models:
-                name = model.model_fields["name"].default
-                meaning = (model.__doc__ or "").strip().splitlines()[0]
-                yield f"{prefix}{key}.name={name}", "", "", meaning
-                for row in walk(model, f"{prefix}{key}."):
-                    if row[0] != f"{prefix}{key}.name":
-                        yield f"  {row[0]}", *row[1:]
-        else:
-            default = field.get_default(call_default_factory=True, validated_data={})
-            yield prefix + key, _type_name(field.annotation), _shown(default), field.description or ""
-
-
-def _type_name(kind: Any) -> str:
-    args = get_args(kind)
-    if not args:
-        return "none" if kind is type(None) else getattr(kind, "__name__", str(kind))
-    if all(isinstance(a, str) for a in args):
-        return " | ".join(args)
-    if getattr(kind, "__origin__", None) in (list, tuple, dict):
-        return f"{kind.__origin__.__name__}[{', '.join(_type_name(a) for a in args if a is not ...)}]"
-    return " | ".join(_type_name(a) for a in args if isinstance(a, type) or get_args(a))
-
-
-def _shown(value: Any) -> str:
-    return "''" if value == "" else str(list(value) if isinstance(value, tuple) else value)
-
-
-def print_help(prog: str, about: str, schema: type[Settings]) -> None:
-    print(f"usage: {prog} [--config FILE] [--print-config] [--help] [key=value ...]\n\n{about}\n")
-    print("Later settings win: defaults, then FILE, then key=value. Settings (type, default, meaning):\n")
-    for key, kind, default, meaning in walk(schema):
-        head = f"  {key}" + (f" ({kind}, default {default})" if kind else "")
-        print(f"{head}\n        {meaning}" if meaning else head)
-
-
-def run(main: Callable[[list[str]], int | None]) -> None:
-    """Run a command: a UserError becomes one clear message and exit code 2; nothing else is hidden."""
-    try:
-        code = main(sys.argv[1:])
-    except UserError as error:
-        if os.environ.get("EVENHAND_TRACEBACK"):
-            traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(EXIT_USER_ERROR) from None
-    except BrokenPipeError:
-        raise SystemExit(0) from None
-    except KeyboardInterrupt:
-        print("stopped. The same command may be given again.", file=sys.stderr)
-        raise SystemExit(128 + signal.SIGINT) from None
-    raise SystemExit(code or 0)

@@ -18,18 +18,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from shards.base.settings import UserError
+from shards.base.errors import Unreachable, UserError
+from shards.base.redact import redact
 
 T = TypeVar("T")
 SCHEMES = ("file", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hdfs", "http", "https")
 # Stores where an upload becomes visible whole or not at all; elsewhere a temporary name and a move do that.
 _ATOMIC = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
-
-
-def redact(url: str) -> str:
-    """The URL without anything secret, for messages."""
-    clean = re.sub(r"//[^/@]*@", "//***@", url)
-    return clean.split("?")[0] if "://" in clean else clean
 
 
 @functools.lru_cache(maxsize=64)
@@ -42,10 +37,6 @@ def _filesystem(scheme: str, process: int) -> Any:
     except ImportError as error:
         extra = " (pip install 'evenhand[s3]')" if scheme.startswith("s3") else ""
         raise UserError(f"{scheme}:// needs another package: {error}{extra}.") from None
-
-
-class Unreachable(UserError):
-    """A store that does not answer now, and may answer later: unlike other UserErrors, worth another try."""
 
 
 def patiently(action: Callable[[], T], what: str, deadline: float = 60.0) -> T:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Protocol
@@ -11,10 +11,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from shards.base.settings import UserError
+from shards.base.errors import UserError
+from shards.base.progress import Log
 from shards.config import BuildConfig
-
-Log = Callable[[str], None]
 
 
 class Reader(Protocol):

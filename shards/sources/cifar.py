@@ -20,9 +20,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from PIL import Image
 
-from shards.base.settings import UserError
+from shards.base.errors import UserError
+from shards.base.progress import Log
 from shards.config import BuildConfig
-from shards.sources import Collection, Log, Rows
+from shards.sources import Collection, Rows
 from shards.sources.labels import with_labels
 from shards.sources.plain_pickle import NotPlainData, read_batch
 

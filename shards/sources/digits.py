@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from shards import bias
+from shards.base.progress import Log
 from shards.config import BuildConfig
-from shards.sources import Collection, Log, Rows
+from shards.sources import Collection, Rows
 from shards.sources.labels import with_labels
 
 TEST_FRACTION, TEST_SEED = 0.2, 0

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute
 from numpy.typing import NDArray
 
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 from shards.sources import Rejected, Rows
 
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp")

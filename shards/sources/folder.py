@@ -10,9 +10,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from shards import bias
-from shards.base.settings import UserError
+from shards.base.errors import UserError
+from shards.base.progress import Log
 from shards.config import BuildConfig
-from shards.sources import Collection, Log, Rows
+from shards.sources import Collection, Rows
 from shards.sources.files import FileReader, entries_of, is_folder, is_text, refuse_shared, shown, walk
 
 _SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test"}

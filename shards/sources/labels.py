@@ -11,7 +11,7 @@ import pyarrow.csv
 import pyarrow.parquet
 from numpy.typing import NDArray
 
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 from shards.config import BuildConfig
 from shards.sources import Collection
 from shards.sources.files import first_true

@@ -13,9 +13,10 @@ import pyarrow as pa
 import pyarrow.compute
 from numpy.typing import NDArray
 
-from shards.base.settings import UserError
+from shards.base.errors import UserError
+from shards.base.progress import Log
 from shards.config import BuildConfig
-from shards.sources import Collection, Log, Rows
+from shards.sources import Collection, Rows
 from shards.sources.files import FileReader, drop_missing, first_true, refuse_shared
 from shards.sources.folder import split_off
 from shards.sources.labels import read_table, to_numbers

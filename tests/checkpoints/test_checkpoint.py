@@ -22,7 +22,7 @@ from pipeline.checkpoints import file_format
 from pipeline.checkpoints.checkpointer import Checkpointer, lock, read_checkpoint
 from pipeline.distributed.world import World
 from shards.base import storage
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 from shards.base.storage import RemoteStore
 
 

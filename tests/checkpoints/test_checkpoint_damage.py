@@ -24,7 +24,7 @@ from checkpoints import small_disk as small_disk
 from pipeline.checkpoints import file_format
 from pipeline.checkpoints.checkpointer import Checkpointer, SaveError, choose
 from pipeline.distributed.world import World
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 from shards.base.storage import store_at
 
 

@@ -11,7 +11,7 @@ from ranks import on_ranks
 
 from pipeline.checkpoints.checkpointer import Checkpointer, lock
 from pipeline.distributed.world import World
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 
 pytestmark = pytest.mark.dist
 

@@ -14,7 +14,7 @@ from pipeline.config import DataConfig
 from pipeline.data import decode as module
 from pipeline.data.decode import DRAWS, DecodeError, Views, centre, crop_box, decode, resize
 from pipeline.data.keyed_random import uniform
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 
 
 def photograph(height: int = 40, width: int = 56) -> np.ndarray:

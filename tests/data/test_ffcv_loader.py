@@ -16,7 +16,7 @@ from pipeline.data import sampling
 from pipeline.data.batch import Batch, Pass
 from pipeline.data.loader import Loader, open_loader
 from pipeline.distributed.world import World
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 from shards.config import BuildConfig
 from shards.reader import Split, open_split
 

@@ -17,7 +17,7 @@ from pipeline.data.batch import Batch, Pass
 from pipeline.data.decode import centre, decode
 from pipeline.data.loader import Loader
 from pipeline.distributed.world import World
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 from shards.reader import open_split
 
 N, SIZE = 37, 8

@@ -25,7 +25,7 @@ from pipeline.engines.deepspeed import DeepSpeedEngine, LossScale, _own_settings
 from pipeline.engines.engine import autocast_for
 from pipeline.evaluation.accuracy import evaluate
 from pipeline.training.trainer import Trainer
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for everything
 ZERO = (0, 1, 2, 3)

@@ -17,7 +17,7 @@ from jobs import TINY, differences, let_go, make, settings, train, truth
 from pipeline import train as command
 from pipeline.checkpoints.checkpointer import SaveError
 from pipeline.training.trainer import Trainer
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from pipeline.distributed.world import World
 from pipeline.process.diagnose import explain
 from pipeline.training.trainer import Trainer
 from shards.base import storage
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 from shards.build import ensure
 from shards.config import BuildConfig
 

@@ -15,7 +15,7 @@ from launch.sweep import method_names
 from pipeline.config import Config
 from pipeline.inference import model as exported
 from pipeline.inference.model import Model, export_model, load_exported, restore
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 
 NAMES = [f"class {k}" for k in range(CLASSES)]
 COUNTS = [30, 10, 5]

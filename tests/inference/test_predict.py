@@ -14,7 +14,7 @@ from mlflow_store import client_of
 from trained import Trained, command, train
 
 from pipeline.inference.open_run import open_run
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 from shards.build import ensure
 from shards.config import BuildConfig
 from shards.reader import open_split

@@ -18,7 +18,7 @@ import yaml
 from ranks import free_port, worker_env
 
 from launch import kubernetes
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 from shards.build import ensure
 from shards.config import BuildConfig
 

@@ -6,7 +6,7 @@ import pytest
 from mlflow_store import runs_in
 
 from launch import sweep
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 
 pytest_plugins = ["mlflow_fixtures"]
 QUICK = [

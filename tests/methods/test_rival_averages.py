@@ -12,7 +12,7 @@ from rivals import Course, Pictures, make_method, small_config
 
 from pipeline.data.batch import Pass
 from pipeline.methods.mopro import RETRAIN
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 
 
 def weights(module: torch.nn.Module) -> torch.Tensor:

@@ -14,7 +14,7 @@ from pipeline.config import load
 from pipeline.distributed.world import World
 from pipeline.methods.dividemix import MIX_COEFFICIENT, MIX_PARTNER, DivideMix, pair_across, uniform_penalty
 from pipeline.methods.parts.mixup import coefficient
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 
 K, VIEWS = 3, ("weak", "weak2")
 

@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 
 from pipeline.distributed.world import World
 from pipeline.methods.mopro import MAIN, RETRAIN, MoPro, enqueue, moved, queue_contrastive
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 
 K, D, N, T = 3, 6, 45, 0.1
 VIEWS = ("weak", "strong")

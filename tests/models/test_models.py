@@ -7,7 +7,7 @@ from pipeline.config import ModelConfig
 from pipeline.models.backbones import build_backbone
 from pipeline.models.network import Average, Network, unit
 from pipeline.models.preact_resnet import PreActBlock, PreActResNet18
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 
 
 def parameters(module: torch.nn.Module) -> int:

@@ -16,7 +16,7 @@ from pipeline.config import TrackingConfig
 from pipeline.reports import run_table
 from pipeline.reports.run_table import PAPER, Result, compare, mean_of, paper_tables
 from pipeline.tracking.tracker import Tracker, replay
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 
 pytest_plugins = ["mlflow_fixtures"]
 FULL = {

@@ -8,8 +8,8 @@ import pytest
 
 from pipeline import config as configuration
 from pipeline.config import Config
-from shards.base import settings
-from shards.base.settings import UserError
+from shards.base import cli, settings
+from shards.base.errors import UserError
 
 
 def refused(*words: str) -> str:
@@ -80,9 +80,7 @@ def test_later_settings_win_and_recipes_lie_between(tmp_path) -> None:
 
 
 def test_every_setting_has_a_meaning() -> None:
-    missing = [
-        key for key, kind, _, meaning in settings.walk(Config) if kind and not meaning and not key.endswith("name")
-    ]
+    missing = [key for key, kind, _, meaning in cli.walk(Config) if kind and not meaning and not key.endswith("name")]
     assert missing == []
 
 

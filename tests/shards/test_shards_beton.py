@@ -10,7 +10,7 @@ import pytest
 from shards_help import Build, fill, picture, pixels
 
 from shards import beton
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 from shards.reader import open_split
 
 needs_ffcv = pytest.mark.skipif(importlib.util.find_spec("ffcv") is None, reason="ffcv is not installed")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shards import bias
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 
 CIFAR10 = {
     10: [5000, 3871, 2997, 2320, 1796, 1391, 1077, 834, 645, 500],

@@ -20,7 +20,7 @@ from shards_help import fill
 
 from shards import build as building
 from shards import reader
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 from shards.build import ensure
 from shards.config import BuildConfig
 from shards.reader import open_split

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from shards_help import Build, pixels
 
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 from shards.reader import open_split
 from shards.sources import cifar, plain_pickle
 

@@ -18,7 +18,7 @@ import simplejpeg
 from PIL import Image
 from shards_help import Build, fill, picture, pixels
 
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 from shards.config import BuildConfig
 from shards.picture import Rules, admit
 from shards.reader import open_split

@@ -7,7 +7,7 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 from shards.config import BuildConfig
 from shards.plan import make_plan
 from shards.sources import Collection, Rows

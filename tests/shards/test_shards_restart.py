@@ -11,7 +11,7 @@ from shards_help import Build, contents, fill, start, words
 
 from shards import builder
 from shards import write as writing
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 from shards.base.storage import LocalStore, store_at
 from shards.config import BuildConfig
 from shards.reader import open_split

@@ -19,7 +19,7 @@ from shards_help import fill
 
 from shards import verify
 from shards.base import storage
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 from shards.base.storage import store_at
 from shards.build import ensure
 from shards.cache import Cache

@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 from shards_help import Build, fill, picture
 
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 from shards.build import ensure
 from shards.config import BuildConfig, CacheConfig
 from shards.reader import open_split

@@ -15,7 +15,7 @@ from shards_help import ROOT, Build, contents, fill, start, until, words
 
 from shards import builder
 from shards import write as writing
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 from shards.base.storage import store_at
 from shards.config import BuildConfig
 
@@ -26,7 +26,7 @@ import os, time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from shards.build import main
-from shards.base.settings import run
+from shards.base.cli import run
 from shards.sources.files import FileReader
 
 place, read, shutdown = Path(os.environ["PLACE"]), FileReader.read, ProcessPoolExecutor.shutdown
@@ -169,7 +169,7 @@ APART = """
 import multiprocessing, os, time
 from pathlib import Path
 from shards.beton import run_apart
-from shards.base.settings import run
+from shards.base.cli import run
 
 def work(place):
     multiprocessing.set_start_method("fork", force=True)

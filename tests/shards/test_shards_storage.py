@@ -21,8 +21,9 @@ from shards_help import fill
 from shards import build as building
 from shards import inspect, reader, verify
 from shards.base import storage
-from shards.base.settings import UserError
-from shards.base.storage import patiently, redact, store_at
+from shards.base.errors import UserError
+from shards.base.redact import redact
+from shards.base.storage import patiently, store_at
 from shards.build import ensure
 from shards.cache import Cache
 from shards.config import BuildConfig, CacheConfig

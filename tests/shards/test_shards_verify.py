@@ -13,7 +13,7 @@ from PIL import Image
 from shards_help import fill, picture
 
 from shards import inspect, verify
-from shards.base.settings import UserError
+from shards.base.errors import UserError
 from shards.build import ensure
 from shards.config import BuildConfig, CacheConfig
 from shards.reader import open_split

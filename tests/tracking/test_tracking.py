@@ -17,9 +17,10 @@ from trained import Trained, train
 
 from pipeline.config import TrackingConfig
 from pipeline.tracking import tracker as tracking
-from pipeline.tracking.journal import Journal, redact
+from pipeline.tracking.journal import Journal
 from pipeline.tracking.tracker import NullTracker, Tracker, journal
-from shards.base.settings import UserError
+from shards.base.errors import UserError
+from shards.base.redact import redact
 
 pytest_plugins = ["mlflow_fixtures"]
 PARAMS: dict[str, object] = {"method.name": "prototypical", "train.epochs": 3}

@@ -248,7 +248,7 @@ def test_killed_while_its_results_are_written_a_run_writes_them_at_the_next_star
 
 
 def test_a_checkpoint_of_another_training_is_refused(digits, tmp_path) -> None:
-    from shards.base.settings import UserError
+    from shards.base.errors import UserError
 
     trainer, _ = train.build(configured(digits, tmp_path), World())
     trainer._save(wait=True)
