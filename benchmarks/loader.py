@@ -36,7 +36,8 @@ from record import ratios, summary, write
 from pipeline.config import DataConfig
 from pipeline.data import sampling
 from pipeline.data.batch import Pass
-from pipeline.data.decode import DRAWS, Views, decode
+from pipeline.data.crops import DRAWS, Views
+from pipeline.data.decode import decode
 from pipeline.data.keyed_random import uniform
 from pipeline.data.loader import open_loader
 from pipeline.distributed.world import World

@@ -25,20 +25,20 @@ def main(argv: list[str]) -> int:
     from pipeline.distributed.step_sync import Stopped
     from pipeline.process.diagnose import explain
     from pipeline.process.log import log, start_logging
-    from pipeline.training import final_outputs
+    from pipeline.training import final_outputs, run_folder
 
-    config = config.model_copy(update={"output": config.output or final_outputs.default_folder(config)})
+    config = config.model_copy(update={"output": config.output or run_folder.default_folder(config)})
     world = ranks.start(config.train.device, config.train.timeout)
     trainer = None
     try:
         start_logging(world.leads)
         trainer, folder = build(config, world)
-        if done := world.share(final_outputs.finished(folder)):  # the lead's folder counts, others may have none
+        if done := world.share(run_folder.finished(folder)):  # the lead's folder counts, others may have none
             log.info("this run has finished already (best %.2f, last %.2f): %s", done["best"], done["last"], folder)
             return record("finished")
         if world.leads:
             start_logging(True, folder / "log.txt")
-            final_outputs.write_config(config, folder)
+            run_folder.write_config(config, folder)
         status: Status = "FAILED"
         try:
             trainer.run()
@@ -74,7 +74,8 @@ def build(config: Config, world: Any) -> tuple[Any, Path]:
     """Everything a run is made of, on this rank."""
     import torch
 
-    from pipeline.checkpoints.checkpointer import Checkpointer, lock
+    from pipeline.checkpoints.checkpointer import Checkpointer
+    from pipeline.checkpoints.run_lock import lock
     from pipeline.data.batch import TrainingSet
     from pipeline.methods.options import load_method
     from pipeline.process.stop_request import StopRequest
@@ -114,13 +115,13 @@ def build(config: Config, world: Any) -> tuple[Any, Path]:
 
 def _on_lead_first(config: Config, world: Any) -> tuple[str, Path]:
     """Shards are built and the folder is made by one rank; an error there is everybody's."""
-    from pipeline.training import final_outputs
+    from pipeline.training import run_folder
     from shards.build import ensure
 
     said: tuple[str, str] | UserError | None = None
     if world.leads:
         try:
-            folder = final_outputs.make_folder(config)
+            folder = run_folder.make_folder(config)
             said = (ensure(config.shards), str(folder))
         except UserError as error:
             said = error
@@ -132,9 +133,9 @@ def _on_lead_first(config: Config, world: Any) -> tuple[str, Path]:
 
 def _tracker(config: Config, world: Any, folder: Path, train: Any, state: dict[str, Any] | None) -> Any:
     from pipeline.tracking.tracker import NullTracker, Tracker
-    from pipeline.training import final_outputs
+    from pipeline.training import run_folder
 
-    if not world.leads or final_outputs.finished(folder):
+    if not world.leads or run_folder.finished(folder):
         return NullTracker()
     tags = {
         "method": config.method.name,
@@ -148,7 +149,7 @@ def _tracker(config: Config, world: Any, folder: Path, train: Any, state: dict[s
     }
     params = flatten(config.model_dump(mode="json"))
     bias = train.manifest.bias
-    name = final_outputs.run_name(config, train.manifest.source, bias.rho, bias.noise)
+    name = run_folder.run_name(config, train.manifest.source, bias.rho, bias.noise)
     tracker = Tracker(config.tracking, folder, name, params, tags, state)
     tracker.dataset({"name": train.manifest.source, "digest": train.manifest.hash[:32], "source": train.url,
                      "samples": len(train), "classes": len(train.classes), "rho": bias.rho, "noise": bias.noise})  # fmt: skip

@@ -15,7 +15,8 @@ from pipeline.data.batch import Batch, Pass, TrainingSet
 from pipeline.data.loader import Loader
 from pipeline.distributed.step_sync import Wish
 from pipeline.distributed.world import World
-from pipeline.engines.engine import Engine, make_engine
+from pipeline.engines import make_engine
+from pipeline.engines.engine import Engine
 from pipeline.methods.base import Method, Stage
 from pipeline.methods.options import load_method
 from pipeline.tracking.tracker import NullTracker

@@ -16,7 +16,7 @@ from pipeline.config import Config
 from pipeline.data.batch import Batch, TrainingSet
 from pipeline.data.loader import Loader
 from pipeline.distributed.world import World
-from pipeline.engines.engine import TorchEngine
+from pipeline.engines.ddp import TorchEngine
 from pipeline.methods.base import Method
 from pipeline.methods.options import load_method
 from pipeline.methods.parts.survey import Survey, take_survey

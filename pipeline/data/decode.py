@@ -8,23 +8,15 @@ the kind: `weak*` and `strong*` are random crops (what makes a strong view stron
 from __future__ import annotations
 
 import io
-import math
 from typing import Any
 
 import numpy as np
 import simplejpeg
-import torch
-import torch.nn.functional as F
 from PIL import Image, ImageOps
 
-from pipeline.config import DataConfig
-from shards.base.errors import UserError
 from shards.picture import FORMATS, to_rgb
 
 MAX_PIXELS = 100_000_000  # 300 MB as RGB; anything larger in a training set is an accident or an attack
-GREY = 128
-TRIES = 10
-DRAWS = 3 + 2 * TRIES  # random numbers of one view
 
 
 class DecodeError(Exception):
@@ -101,102 +93,3 @@ def _pillow(data: memoryview) -> tuple[np.ndarray, bool]:
 def _refuse_bomb(width: int, height: int) -> None:
     if width * height > MAX_PIXELS:
         raise DecodeError(f"{width}x{height} pixels is more than the {MAX_PIXELS // 1_000_000} million allowed")
-
-
-def resize(picture: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Bilinear with antialiasing; Pillow's result within one grey level, in a third of its time."""
-    if picture.shape[:2] == (height, width):
-        return picture
-    # In one piece first: else torch makes the copy, and starts a team of threads in each of ours to do it.
-    source = torch.from_numpy(np.ascontiguousarray(picture)).permute(2, 0, 1)[None]
-    scaled = F.interpolate(source, size=(height, width), mode="bilinear", antialias=True, align_corners=False)
-    return scaled[0].permute(1, 2, 0).numpy()
-
-
-def centre(picture: np.ndarray, short: int, size: int) -> np.ndarray:
-    """Short side scaled to `short`, then the middle square of `size`."""
-    height, width = picture.shape[:2]
-    if max(height, width) > 4 * min(height, width):  # a ribbon: scaled whole it might fill the memory
-        h, w = min(height, 4 * width), min(width, 4 * height)
-        picture = picture[(height - h) // 2 :, (width - w) // 2 :][:h, :w]
-        height, width = h, w
-    if height <= width:
-        picture = resize(picture, short, int(short * width / height))
-    else:
-        picture = resize(picture, int(short * height / width), short)
-    top, left = round((picture.shape[0] - size) / 2), round((picture.shape[1] - size) / 2)
-    return picture[top : top + size, left : left + size]
-
-
-class Views:
-    """Cuts the views of `config` out of pictures; every choice comes from given random numbers."""
-
-    def __init__(self, config: DataConfig) -> None:
-        self.config = config
-        self.short = config.resize or config.size
-        if self.short < config.size:
-            raise UserError(
-                f"data.resize={config.resize} is smaller than data.size={config.size}: the centre crop would "
-                "not fit. Raise data.resize or set it to 0."
-            )
-
-    @property
-    def from_square(self) -> bool:
-        """Whether all views come from the middle square of `size`, so that nothing else need be kept."""
-        return self.config.crop == "pad" and self.short == self.config.size
-
-    @property
-    def least(self) -> int:
-        """Short side below which no picture should be decoded smaller, so that crops keep their sharpness."""
-        if self.config.crop == "pad":
-            return self.short
-        return max(self.short, 2 * self.config.size)
-
-    def choices(self, uniforms: np.ndarray) -> np.ndarray:
-        """(B, DRAWS) uniform numbers to choices for `cut`: all that does not need the picture, in one go.
-
-        Columns: flip; the place (2); for crop=resized, ten tries of width and height as shares of sqrt(area).
-        """
-        tries = uniforms[:, 3:].reshape(len(uniforms), 2, TRIES)
-        low, high = self.config.area
-        area = low + (high - low) * tries[:, 0]  # (B, TRIES)
-        ratio = np.exp((2 * tries[:, 1] - 1) * math.log(4 / 3))
-        return np.concatenate([uniforms[:, :3], np.sqrt(area * ratio), np.sqrt(area / ratio)], 1)
-
-    def cut(self, picture: np.ndarray, choices: np.ndarray | None, out: np.ndarray) -> None:
-        """Write a view into out (size, size, 3). choices: a row of `choices`, or None for the test view."""
-        config = self.config
-        if choices is None:
-            out[:] = centre(picture, self.short, config.size)
-            return
-        if config.crop == "pad":
-            view = self._shifted(picture, choices)
-        else:
-            top, left, height, width = crop_box(picture.shape[0], picture.shape[1], choices)
-            view = resize(picture[top : top + height, left : left + width], config.size, config.size)
-        out[:] = view[:, ::-1] if config.flip and choices[0] < 0.5 else view
-
-    def _shifted(self, picture: np.ndarray, choices: np.ndarray) -> np.ndarray:
-        size, padding = self.config.size, self.config.padding
-        padded = np.zeros((size + 2 * padding, size + 2 * padding, 3), np.uint8)
-        padded[padding : padding + size, padding : padding + size] = centre(picture, size, size)
-        top, left = int(choices[1] * (2 * padding + 1)), int(choices[2] * (2 * padding + 1))
-        return padded[top : top + size, left : left + size]
-
-
-def crop_box(height: int, width: int, choices: np.ndarray) -> tuple[int, int, int, int]:
-    """(top, left, height, width) of a random resized crop with torchvision's law.
-
-    Area uniform, ratio log-uniform. Ten tries, then the largest central crop of an allowed ratio.
-    """
-    across = math.sqrt(height * width)
-    for w, h in zip(choices[3 : 3 + TRIES].tolist(), choices[3 + TRIES :].tolist()):
-        w, h = round(across * w), round(across * h)
-        if 0 < w <= width and 0 < h <= height:
-            return int(choices[1] * (height - h + 1)), int(choices[2] * (width - w + 1)), h, w
-    h, w = height, width
-    if width / height < 3 / 4:
-        h = round(width / (3 / 4))
-    elif width / height > 4 / 3:
-        w = round(height * (4 / 3))
-    return (height - h) // 2, (width - w) // 2, h, w

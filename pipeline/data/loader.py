@@ -22,7 +22,8 @@ from torch import Tensor
 from pipeline.config import DataConfig
 from pipeline.data import augment, sampling
 from pipeline.data.batch import Batch, Pass
-from pipeline.data.decode import DRAWS, GREY, DecodeError, Views, centre, decode
+from pipeline.data.crops import DRAWS, GREY, Views, centre
+from pipeline.data.decode import DecodeError, decode
 from pipeline.data.keyed_random import uniform
 from pipeline.data.partition import Micro, Rows, micro_batches, survey_batches
 from pipeline.distributed.world import World

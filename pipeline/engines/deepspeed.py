@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from pipeline.config import Config
 from pipeline.data.batch import Batch
 from pipeline.distributed.world import World
-from pipeline.engines.engine import Statistics, learnable, parameters
+from pipeline.engines.batchnorm import Statistics
+from pipeline.engines.parameters import learnable, parameters
 from pipeline.methods.base import Method, Stage
 from shards.base.errors import UserError
 from shards.base.settings import merge

@@ -24,17 +24,18 @@ from torch import Tensor
 from pipeline.config import Config
 from pipeline.data.augment import normalise
 from pipeline.data.batch import TrainingSet
-from pipeline.data.decode import DecodeError, Views, centre, decode
+from pipeline.data.crops import Views, centre
+from pipeline.data.decode import DecodeError, decode
 from pipeline.distributed.world import World
-from pipeline.engines.engine import autocast_for
 from pipeline.methods.base import Method
 from pipeline.methods.options import load_method
+from pipeline.models.precision import autocast_for
 from shards.base.errors import UserError
 from shards.base.redact import redact_all
 from shards.base.settings import Settings, merge, validate
 
 if TYPE_CHECKING:
-    import pandas as pd
+    pass
 
 WEIGHTS, FACTS, FORMAT = "weights.safetensors", "model.json", 1
 LARGE = 1 << 20
@@ -213,126 +214,3 @@ def _reached(method: Method, position: dict[str, Any] | None) -> tuple[int, int]
     if position is None or position["stage"] >= len(stages):
         return len(stages) - 1, max(stages[-1].epochs, 1) - 1
     return position["stage"], max(position["epoch"] - (not position["begun"]), 0)
-
-
-# -- MLflow ------------------------------------------------------------------------------------------
-
-
-class PyfuncModel:
-    """What mlflow.pyfunc.load_model returns inside its wrapper."""
-
-    def __init__(self, model: Model) -> None:
-        self.model = model
-
-    def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> pd.DataFrame:
-        import pandas as pd
-
-        pictures = model_input["image"] if isinstance(model_input, pd.DataFrame) else model_input
-        rows = []
-        for answer in self.model.predict(pictures):
-            best = -1 if answer.scores is None else int(answer.scores.argmax())
-            rows.append(
-                {
-                    "label": self.model.classes[best] if best >= 0 else "",
-                    "class": best,
-                    "score": float(answer.scores[best]) if answer.scores is not None else float("nan"),
-                    "scores": answer.scores.astype(float).tolist() if answer.scores is not None else [],
-                    "problem": answer.problem,
-                }
-            )
-        return pd.DataFrame(rows, columns=["label", "class", "score", "scores", "problem"])
-
-
-def _load_pyfunc(data_path: str) -> PyfuncModel:
-    """Called by mlflow (loader_module in MLmodel)."""
-    return PyfuncModel(load_exported(Path(data_path)))
-
-
-def log_model(uri: str, run_id: str, folder: Path, register_as: str = "") -> str:
-    """Make the exported folder an MLflow model of the run, once; returns its id."""
-    import mlflow
-    from mlflow import MlflowClient
-
-    mlflow.set_tracking_uri(uri)  # the registry looks models up there, whatever the client was told
-    client = MlflowClient()
-    run = client.get_run(run_id)
-    known = run.outputs.model_outputs if run.outputs else []
-    model_id = known[0].model_id if known else _upload(client, run, folder)
-    if register_as and not client.search_model_versions(f"name = '{register_as}' and run_id = '{run_id}'"):
-        _register(client, register_as, model_id, run_id)
-    return model_id
-
-
-def _upload(client: Any, run: Any, folder: Path) -> str:
-    import tempfile
-
-    import mlflow
-    from mlflow.entities import LoggedModelOutput, LoggedModelStatus
-
-    run_id = run.info.run_id
-    signature, example = _signature(folder)
-    facts = {key: value for key, value in run.data.params.items() if key in ("method.name", "seed", "train.epochs")}
-    begun = client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run_id}'")
-    model = next(iter(begun), None)  # from an attempt that was cut off
-    if model is None:
-        model = client.create_logged_model(run.info.experiment_id, "model", run_id, params=facts)
-    with tempfile.TemporaryDirectory() as temporary:
-        place = Path(temporary) / "model"
-        mlflow.pyfunc.save_model(
-            str(place),
-            loader_module="pipeline.exported",
-            data_path=str(folder),
-            signature=signature,
-            input_example=example,
-            pip_requirements=_requirements(),
-            mlflow_model=mlflow.models.Model(run_id=run_id, model_uuid=model.model_id, model_id=model.model_id),
-        )
-        client.log_model_artifacts(model.model_id, str(place))
-    client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
-    client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
-    return model.model_id
-
-
-def _signature(folder: Path) -> tuple[Any, Any]:
-    import io
-
-    import pandas as pd
-    from mlflow.models import ModelSignature
-    from mlflow.types import ColSpec, DataType, Schema
-    from mlflow.types.schema import Array
-    from PIL import Image
-
-    size = json.loads((folder / FACTS).read_text(encoding="utf-8"))["config"]["data"]["size"]
-    file = io.BytesIO()
-    Image.fromarray(np.full((size, size, 3), 128, np.uint8)).save(file, "png")
-    answers: list[tuple[str, Any]] = [
-        ("label", DataType.string), ("class", DataType.long), ("score", DataType.double),
-        ("scores", Array(DataType.double)), ("problem", DataType.string),
-    ]  # fmt: skip
-    outputs = Schema([ColSpec(kind, name) for name, kind in answers])
-    signature = ModelSignature(Schema([ColSpec(DataType.binary, "image")]), outputs)
-    return signature, pd.DataFrame({"image": [file.getvalue()]})
-
-
-def _requirements() -> list[str]:
-    """This package and what decides the numbers it computes."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = []
-    for name in ("evenhand", "torch", "mlflow"):
-        try:
-            found.append(f"{name}=={version(name).partition('+')[0]}")
-        except PackageNotFoundError:
-            continue  # run from a source tree
-    return found
-
-
-def _register(client: Any, name: str, model_id: str, run_id: str) -> None:
-    from mlflow import MlflowException
-
-    try:
-        client.create_registered_model(name)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":
-            raise
-    client.create_model_version(name, f"models:/{model_id}", run_id, model_id=model_id)

@@ -18,10 +18,11 @@ from pipeline.data.keyed_random import keyed_generator
 from pipeline.distributed.world import World
 from pipeline.methods import options
 from pipeline.methods.base import Beliefs, OneNetwork, Stage
-from pipeline.methods.parts.losses import cross_entropy, full_precision
+from pipeline.methods.parts.losses import cross_entropy
 from pipeline.methods.parts.per_sample import accumulate
 from pipeline.methods.parts.survey import Survey
 from pipeline.models.network import Network
+from pipeline.models.precision import full_precision
 
 RUNS, RETRAINING = 2, 2  # stages 0 and 1 measure, stage 2 trains
 _FAKES = 0xA0A0  # keeps this draw apart from other uses of the seed

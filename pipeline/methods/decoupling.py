@@ -15,10 +15,11 @@ from pipeline.distributed.world import World
 from pipeline.methods import options
 from pipeline.methods.base import OneNetwork, Stage
 from pipeline.methods.cross_entropy import CrossEntropy
-from pipeline.methods.parts.losses import cross_entropy, full_precision
+from pipeline.methods.parts.losses import cross_entropy
 from pipeline.methods.parts.prototypes import class_sums
 from pipeline.methods.parts.survey import Survey
 from pipeline.models.network import unit
+from pipeline.models.precision import full_precision
 
 REPRESENTATION, CLASSIFIER = 0, 1
 FAR = -1e4  # score of a class without samples; squared distances of unit vectors end at -4

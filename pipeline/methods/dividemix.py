@@ -23,10 +23,11 @@ from pipeline.methods import options
 from pipeline.methods.base import Beliefs
 from pipeline.methods.parts import mixup
 from pipeline.methods.parts.gaussian_mixture import Fit, normalised, posterior, sharpen
-from pipeline.methods.parts.losses import cross_entropy, full_precision, sample_losses, soft_cross_entropy
+from pipeline.methods.parts.losses import cross_entropy, sample_losses, soft_cross_entropy
 from pipeline.methods.parts.survey import Survey
 from pipeline.methods.two_networks import TwoNetworks
 from pipeline.models.network import Network
+from pipeline.models.precision import full_precision
 
 T = TypeVar("T")
 FIT = Fit(iterations=10, tolerance=1e-2, floor=5e-4)

@@ -19,10 +19,11 @@ from pipeline.distributed.world import World
 from pipeline.methods import options
 from pipeline.methods.base import Beliefs, OneNetwork
 from pipeline.methods.parts import mixup
-from pipeline.methods.parts.losses import cross_entropy, full_precision, soft_cross_entropy
+from pipeline.methods.parts.losses import cross_entropy, soft_cross_entropy
 from pipeline.methods.parts.per_sample import remember
 from pipeline.methods.two_networks import TwoNetworks
 from pipeline.models.network import Network
+from pipeline.models.precision import full_precision
 from shards.base.errors import UserError
 
 LEAST = 1e-4  # predictions stay this far from 0 and 1

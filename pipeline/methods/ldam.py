@@ -15,7 +15,8 @@ from pipeline.data.batch import Batch, TrainingSet
 from pipeline.distributed.world import World
 from pipeline.methods import options
 from pipeline.methods.base import OneNetwork
-from pipeline.methods.parts.losses import cross_entropy, full_precision
+from pipeline.methods.parts.losses import cross_entropy
+from pipeline.models.precision import full_precision
 
 
 def class_margins(counts_K: np.ndarray, largest: float) -> Tensor:

@@ -15,9 +15,10 @@ from pipeline.distributed.world import World
 from pipeline.methods import options
 from pipeline.methods.base import Beliefs, OneNetwork
 from pipeline.methods.parts import mixup
-from pipeline.methods.parts.losses import full_precision, sample_losses
+from pipeline.methods.parts.losses import sample_losses
 from pipeline.methods.parts.per_sample import remember
 from pipeline.methods.parts.survey import Survey
+from pipeline.models.precision import full_precision
 from pipeline.process.log import log
 
 DROPOUT = 1  # purpose of random numbers

@@ -18,10 +18,11 @@ from pipeline.data.batch import Batch, Pass, TrainingSet
 from pipeline.distributed.world import World
 from pipeline.methods import options
 from pipeline.methods.base import Beliefs, Stage
-from pipeline.methods.parts.losses import cross_entropy, full_precision, prototype_logits
+from pipeline.methods.parts.losses import cross_entropy, prototype_logits
 from pipeline.methods.parts.survey import Survey
 from pipeline.methods.prototype_method import Embedding
 from pipeline.models.network import Average, unit
+from pipeline.models.precision import full_precision
 from shards.base.errors import UserError
 
 MAIN, RETRAIN = 0, 1

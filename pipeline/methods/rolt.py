@@ -18,9 +18,9 @@ from pipeline.methods.decoupling import centred
 from pipeline.methods.dividemix import DivideMix
 from pipeline.methods.ldam import class_weights
 from pipeline.methods.parts.gaussian_mixture import Fit, posterior_by_class
-from pipeline.methods.parts.losses import full_precision
 from pipeline.methods.parts.prototypes import class_sums
 from pipeline.methods.parts.survey import Survey
+from pipeline.models.precision import full_precision
 
 FIT = Fit()
 

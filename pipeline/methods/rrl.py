@@ -16,11 +16,12 @@ from pipeline.data.batch import Batch, Pass, TrainingSet
 from pipeline.distributed.world import World
 from pipeline.methods import options
 from pipeline.methods.base import Beliefs, Stage
-from pipeline.methods.parts.losses import cross_entropy, full_precision, instance_contrastive
+from pipeline.methods.parts.losses import cross_entropy, instance_contrastive
 from pipeline.methods.parts.prototypes import class_prototypes
 from pipeline.methods.parts.survey import Survey
 from pipeline.methods.prototype_method import VIEWS, Embedding
 from pipeline.models.network import unit
+from pipeline.models.precision import full_precision
 
 WARMUP, MAIN = 0, 1
 

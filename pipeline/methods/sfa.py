@@ -15,10 +15,11 @@ from pipeline.data.batch import Batch, TrainingSet
 from pipeline.data.keyed_random import keyed_generator
 from pipeline.distributed.world import World
 from pipeline.methods import options
-from pipeline.methods.parts.losses import cross_entropy, full_precision, given_confidence
+from pipeline.methods.parts.losses import cross_entropy, given_confidence
 from pipeline.methods.parts.survey import Survey
 from pipeline.methods.rolt import RoLT
 from pipeline.models.network import Average
+from pipeline.models.precision import full_precision
 
 CENTROIDS = 3  # purpose of random numbers
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.config import ModelConfig
-from pipeline.methods.parts.losses import full_precision
 from pipeline.models.backbones import build_backbone
+from pipeline.models.precision import full_precision
 
 
 @full_precision

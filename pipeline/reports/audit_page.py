@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeline.audit import Findings, Rate, quality, rates
 from pipeline.data.decode import DecodeError, decode
+from pipeline.reports.audit import Findings, Rate, quality, rates
 
 if TYPE_CHECKING:
     from shards.reader import Split

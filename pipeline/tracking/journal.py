@@ -7,6 +7,7 @@ else's work and can fail, wait and start again without the training noticing.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -124,3 +125,22 @@ def rewind(path: Path, size: int) -> None:
     cursor = read_cursor(path)
     if cursor.get("offset", 0) > size:
         write_cursor(path, {**cursor, "offset": size, "deferred": []})
+
+
+@contextlib.contextmanager
+def lock(path: Path, stop: threading.Event | None = None) -> Iterator[bool]:
+    """One process ships a journal. With `stop`, wait for the lock until it is set; without, do not wait."""
+    with Path(f"{path}.lock").open("a") as file:
+        last = stop is None
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if last:
+                    yield False
+                    return
+                last = stop is not None and stop.wait(0.5)
+            except OSError:  # a file system without locks: there is only us
+                break
+        yield True

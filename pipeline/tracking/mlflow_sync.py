@@ -253,7 +253,7 @@ class Shipper:
         if not path.exists():
             log.warning("MLflow: %s is gone and cannot be uploaded.", path)
         elif record["kind"] == "model":
-            from pipeline.inference.model import log_model
+            from pipeline.tracking.mlflow_model import log_model
 
             log_model(self.uri, self.run_id, path, record["register_as"])
         elif path.is_dir():

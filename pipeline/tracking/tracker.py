@@ -12,19 +12,14 @@ in the checkpoint and as a tag of the run.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import fcntl
 import getpass
-import json
 import logging
 import os
 import subprocess
-import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,8 +27,6 @@ from pipeline.config import TrackingConfig
 from pipeline.tracking import journal
 from pipeline.tracking.colors import style
 from pipeline.tracking.journal import Journal, Record, pending, rewind
-from shards.base import cli, settings
-from shards.base.errors import UserError
 from shards.base.redact import one_line, redact, redact_all
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
@@ -106,11 +99,11 @@ class Tracker(NullTracker):
         self._journal = Journal(self.path, keep)
         self._kept = self._journal.size
         self.lost = self._kept < keep
-        self._began = self._first_start() or _now()
+        self._began = self._first_start() or now()
         start["tags"] |= {"mlflow.user": _user(), "mlflow.source.name": "pipeline.train", **_commit()}
         if "method" in tags:
             start["tags"]["mlflow.runColor"] = style(tags["method"])["color"]
-        self._journal.append({**start, "time": _now()})
+        self._journal.append({**start, "time": now()})
         self._job = start["job"]
         self._wake, self._closing = threading.Event(), threading.Event()
         self._trouble = 0
@@ -127,13 +120,13 @@ class Tracker(NullTracker):
         self._told.set()
 
     def artifact(self, path: str | Path, to: str = "") -> None:
-        self._journal.append({"kind": "artifact", "time": _now(), "path": self._inside(path), "to": to})
+        self._journal.append({"kind": "artifact", "time": now(), "path": self._inside(path), "to": to})
 
     def dataset(self, facts: dict[str, Any]) -> None:
-        self._journal.append({"kind": "dataset", "time": _now(), "facts": facts})
+        self._journal.append({"kind": "dataset", "time": now(), "facts": facts})
 
     def model(self, folder: str | Path, register_as: str = "") -> None:
-        record = {"kind": "model", "time": _now(), "path": self._inside(folder), "register_as": register_as}
+        record = {"kind": "model", "time": now(), "path": self._inside(folder), "register_as": register_as}
         self._journal.append(record)
 
     def state(self) -> dict[str, Any]:
@@ -142,7 +135,7 @@ class Tracker(NullTracker):
     def finish(self, status: Status, wait: float | None = None) -> bool:
         """Without `wait`: a minute after a good end; ten seconds for a job that was told to stop, or whose server
         has not answered."""
-        self._journal.append({"kind": "end", "time": _now(), "status": status})
+        self._journal.append({"kind": "end", "time": now(), "status": status})
         if wait is None:
             wait = 10.0 if self._trouble or status == "KILLED" else 60.0
         self._closing.set()
@@ -199,7 +192,7 @@ class Tracker(NullTracker):
         """Ship, pause, ship; after trouble the pauses grow, at the end there is one last attempt. The journal is held
         even if nothing is shipped: a replay would end a run that is alive.
         """
-        with lock(self.path, self._closing) as mine:
+        with journal.lock(self.path, self._closing) as mine:
             if not mine:
                 return
             rewind(self.path, self._kept)  # here, because a replay may have had the journal until now
@@ -245,16 +238,16 @@ class Tracker(NullTracker):
                 continue
             pause = SAMPLE_SECONDS
             with contextlib.suppress(Exception):
-                self._metrics(int((_now() - self._began) / 1000 / SAMPLE_SECONDS), usage(self.folder))
+                self._metrics(int((now() - self._began) / 1000 / SAMPLE_SECONDS), usage(self.folder))
 
     def _metrics(self, step: int, metrics: dict[str, float]) -> None:
         """The first metric MLflow hears of is the one its compare page starts with: accuracy, if there is one."""
         first = sorted(metrics, key=lambda key: key != "test/top1")
         values = {key: float(metrics[key]) for key in first}
-        self._journal.append({"kind": "metrics", "time": _now(), "step": int(step), "values": values})
+        self._journal.append({"kind": "metrics", "time": now(), "step": int(step), "values": values})
 
 
-def _now() -> int:
+def now() -> int:
     return int(time.time() * 1000)
 
 
@@ -275,107 +268,3 @@ def _commit(file: Path = Path(__file__)) -> dict[str, str]:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             known = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.split()[0]
     return {"mlflow.source.git.commit": known} if known else {}
-
-
-# -- one process ships a journal, the job itself or a replay ---------------------------------------
-
-
-@contextlib.contextmanager
-def lock(path: Path, stop: threading.Event | None = None) -> Iterator[bool]:
-    """One process ships a journal. With `stop`, wait for the lock until it is set; without, do not wait."""
-    with Path(f"{path}.lock").open("a") as file:
-        last = stop is None
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if last:
-                    yield False
-                    return
-                last = stop is not None and stop.wait(0.5)
-            except OSError:  # a file system without locks: there is only us
-                break
-        yield True
-
-
-# -- python -m pipeline.tracking replay ------------------------------------------------------------
-
-
-def replay(folder: Path, uri: str) -> int:
-    """Ship what a dead job left in its folder; a run that never said how it ended is marked FAILED. Returns
-    records shipped.
-    """
-    from pipeline.tracking.mlflow_sync import Shipper
-
-    paths = sorted(folder.glob("journal*.jsonl"))
-    if not paths:
-        raise UserError(f"There is no journal in {folder}. Give the output folder of a run.")
-    shipped = left = 0
-    for path in paths:
-        with lock(path) as mine:
-            if not mine:
-                raise UserError(f"{path} is being shipped by its job, which is still running, or by another replay.")
-            kind = None
-            for _, record in journal.read(path):
-                kind = record["kind"]
-            if kind != "end":
-                ending = Journal(path)
-                finished = path.name == JOURNAL and (folder / "summary.json").is_file()
-                ending.append({"kind": "end", "time": _now(), "status": "FINISHED" if finished else "FAILED"})
-                ending.close()
-            try:
-                shipper = Shipper(uri, path)
-                shipper.ship(last=True)
-            except Exception as error:
-                raise UserError(
-                    f"MLflow at {redact(uri)}: {one_line(error)}. {path} is kept; try again later."
-                ) from error
-            shipped += shipper.shipped
-            left += pending(path)
-            if path.name == JOURNAL:
-                _note_run(folder / "summary.json", shipper.run_id)
-    if left:
-        raise UserError(
-            f"{left} artifacts were not taken by MLflow at {redact(uri)}; the rest is there. Try again later."
-        )
-    return shipped
-
-
-def _note_run(file: Path, run_id: str) -> None:
-    """A run that ended without a server did not know its id."""
-    summary = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    if "run_id" in summary and not summary["run_id"]:
-        temporary = file.with_suffix(".tmp")
-        temporary.write_text(json.dumps(summary | {"run_id": run_id}, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(file)
-
-
-def _uri_of(folder: Path) -> str:
-    config = folder / "config.yaml"
-    uri = settings.read_yaml(config).get("tracking", {}).get("uri", "") if config.is_file() else ""
-    if not uri or "***" in uri:
-        raise UserError(f"{folder} does not say where to; add --uri, for example --uri sqlite:///runs/mlflow.db")
-    return uri
-
-
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.tracking", description=__doc__.split("\n\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("replay", help="ship the journal of a job that ended while the server was away")
-    command.add_argument("folder", type=Path, help="output folder of the run")
-    command.add_argument(
-        "--uri", default="", help="MLflow tracking URI; default: MLFLOW_TRACKING_URI, then the run's config"
-    )
-    options = parser.parse_args(argv)
-    uri = options.uri or os.environ.get("MLFLOW_TRACKING_URI") or _uri_of(options.folder)
-    count = replay(options.folder, uri)
-    print(
-        f"{count} records shipped to {redact(uri)}." if count else "Nothing was left to ship.",
-        file=sys.stderr,
-    )
-    return 0
-
-
-if __name__ == "__main__":
-    cli.run(main)

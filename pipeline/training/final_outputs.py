@@ -13,40 +13,8 @@ from pipeline.config import Config
 from pipeline.evaluation.accuracy import Evaluation, evaluate
 from pipeline.process.log import log
 from pipeline.training.trainer import Trainer, last_mean
-from shards.base.files import output_folder
-from shards.base.redact import redact
-from shards.base.settings import to_yaml
 
 EMBEDDED = 1000  # test pictures on the embedding map
-
-
-def run_name(config: Config, source: str, rho: float, noise: float) -> str:
-    """`digits rho=10 noise=0.5 prototypical seed=0`"""
-    return f"{source} rho={rho:g} noise={noise:g} {config.method.name} seed={config.seed}"
-
-
-def default_folder(config: Config) -> str:
-    """A readable name below runs/; finished shards lend it their own name, for their bias is not in the settings."""
-    shards = config.shards
-    if shards.url:
-        name = f"{Path(shards.url.rstrip('/')).name} {config.method.name} seed={config.seed}"
-    else:
-        name = run_name(config, shards.source, shards.rho, shards.noise)
-    return "runs/" + name.replace("=", "").replace(" ", "_")
-
-
-def make_folder(config: Config) -> Path:
-    return output_folder(Path(config.output))
-
-
-def write_config(config: Config, folder: Path) -> None:
-    (folder / "config.yaml").write_text(redact(to_yaml(config)), encoding="utf-8")
-
-
-def finished(folder: Path) -> dict[str, Any] | None:
-    """The summary of a run that came to its end."""
-    file = folder / "summary.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
 def summarise(config: Config, trainer: Trainer) -> dict[str, Any]:

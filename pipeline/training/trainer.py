@@ -28,11 +28,12 @@ from pipeline.data.batch import Batch, Pass
 from pipeline.data.loader import open_loader
 from pipeline.distributed.step_sync import Pulse, Stopped, Wish
 from pipeline.distributed.world import World, arrived, set_off
-from pipeline.engines.engine import autocast_for, make_engine
+from pipeline.engines import make_engine
 from pipeline.evaluation.accuracy import Evaluation, evaluate
 from pipeline.evaluation.metrics import class_groups, cleaning_metrics
 from pipeline.methods.base import Method, Stage
 from pipeline.methods.parts.survey import Survey, take_survey
+from pipeline.models.precision import autocast_for
 from pipeline.process.log import Clock, follow, log
 from pipeline.tracking import system_metrics
 from pipeline.tracking.tracker import NullTracker

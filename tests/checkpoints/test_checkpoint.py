@@ -19,7 +19,8 @@ from ranks import free_port
 from safetensors.torch import load_file
 
 from pipeline.checkpoints import file_format
-from pipeline.checkpoints.checkpointer import Checkpointer, lock, read_checkpoint
+from pipeline.checkpoints.checkpointer import Checkpointer, read_checkpoint
+from pipeline.checkpoints.run_lock import lock
 from pipeline.distributed.world import World
 from shards.base import storage
 from shards.base.errors import UserError

@@ -9,7 +9,8 @@ import pytest
 import torch
 from ranks import on_ranks
 
-from pipeline.checkpoints.checkpointer import Checkpointer, lock
+from pipeline.checkpoints.checkpointer import Checkpointer
+from pipeline.checkpoints.run_lock import lock
 from pipeline.distributed.world import World
 from shards.base.errors import UserError
 

@@ -12,7 +12,8 @@ from PIL import Image
 
 from pipeline.config import DataConfig
 from pipeline.data import decode as module
-from pipeline.data.decode import DRAWS, DecodeError, Views, centre, crop_box, decode, resize
+from pipeline.data.crops import DRAWS, Views, centre, crop_box, resize
+from pipeline.data.decode import DecodeError, decode
 from pipeline.data.keyed_random import uniform
 from shards.base.errors import UserError
 

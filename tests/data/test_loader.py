@@ -14,7 +14,8 @@ from PIL import Image
 from pipeline.config import DataConfig
 from pipeline.data import sampling
 from pipeline.data.batch import Batch, Pass
-from pipeline.data.decode import centre, decode
+from pipeline.data.crops import centre
+from pipeline.data.decode import decode
 from pipeline.data.loader import Loader
 from pipeline.distributed.world import World
 from shards.base.errors import UserError

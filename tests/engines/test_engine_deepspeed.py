@@ -22,8 +22,8 @@ from torch import Tensor
 from pipeline.distributed.step_sync import Pulse, Stopped
 from pipeline.distributed.world import World
 from pipeline.engines.deepspeed import DeepSpeedEngine, LossScale, _own_settings
-from pipeline.engines.engine import autocast_for
 from pipeline.evaluation.accuracy import evaluate
+from pipeline.models.precision import autocast_for
 from pipeline.training.trainer import Trainer
 from shards.base.errors import UserError
 

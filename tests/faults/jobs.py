@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from pipeline import config as configuration
-from pipeline.checkpoints import checkpointer
+from pipeline.checkpoints import run_lock
 from pipeline.checkpoints.checkpointer import Loaded, read_checkpoint
 from pipeline.config import Config
 from pipeline.distributed.step_sync import Stopped
@@ -83,8 +83,8 @@ def train(config: Config, stop_at: int = 0, prepare: Callable[[Trainer], object]
 
 def let_go() -> None:
     """Give up the output folder, as the end of a process would."""
-    while checkpointer._held:
-        checkpointer._held.pop().close()
+    while run_lock._held:
+        run_lock._held.pop().close()
 
 
 # -- comparing -------------------------------------------------------------------------------------

@@ -9,13 +9,8 @@ from ranks import on_ranks
 from torch.nn.functional import normalize
 
 from pipeline.distributed.world import World
-from pipeline.methods.parts.losses import (
-    cross_entropy,
-    full_precision,
-    instance_contrastive,
-    prototype_logits,
-    soft_cross_entropy,
-)
+from pipeline.methods.parts.losses import cross_entropy, instance_contrastive, prototype_logits, soft_cross_entropy
+from pipeline.models.precision import full_precision
 
 
 def rows(seed: int, n: int = 7, d: int = 5) -> torch.Tensor:

@@ -12,8 +12,8 @@ import pytest
 from mlflow_store import client_of
 from trained import Trained, command
 
-from pipeline.audit import Rate, _neighbours, apply, corrected, examine, quality
 from pipeline.inference.open_run import open_run
+from pipeline.reports.audit import Rate, _neighbours, apply, corrected, examine, quality
 from shards.base.errors import UserError
 from shards.build import ensure
 from shards.config import BuildConfig

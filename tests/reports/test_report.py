@@ -15,7 +15,8 @@ from pipeline import report
 from pipeline.config import TrackingConfig
 from pipeline.reports import run_table
 from pipeline.reports.run_table import PAPER, Result, compare, mean_of, paper_tables
-from pipeline.tracking.tracker import Tracker, replay
+from pipeline.tracking.__main__ import replay
+from pipeline.tracking.tracker import Tracker
 from shards.base.errors import UserError
 
 pytest_plugins = ["mlflow_fixtures"]

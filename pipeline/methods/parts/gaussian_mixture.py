@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.methods.parts.losses import full_precision
+from pipeline.models.precision import full_precision
 
 if TYPE_CHECKING:
     from threadpoolctl import ThreadpoolController

@@ -5,34 +5,14 @@ Each returns a value whose average over ranks is the loss of the global batch (s
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from pipeline.distributed.world import World
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def full_precision(function: Callable[P, R]) -> Callable[P, R]:
-    """Run outside autocast with float32 tensors: cosines, softmaxes and sums must not lose digits."""
-
-    @functools.wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        device = next((a.device.type for a in args if isinstance(a, Tensor)), "cpu")
-        with torch.autocast(device, enabled=False):
-            up = [
-                a.float() if isinstance(a, Tensor) and a.is_floating_point() and a.dtype != torch.float64 else a
-                for a in args
-            ]
-            return function(*up, **kwargs)  # type: ignore[arg-type]
-
-    return wrapped
+from pipeline.models.precision import full_precision
 
 
 @full_precision

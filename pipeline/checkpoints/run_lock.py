@@ -1,0 +1,70 @@
+"""One job per output folder: the lock is held until the process is gone, however it ends."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+from typing import IO
+
+from pipeline.distributed.world import World
+from shards.base.errors import UserError
+
+log = logging.getLogger(__name__)
+_held: list[IO[str]] = []  # closing a file would give up the lock on it
+
+
+def lock(output: str | Path, world: World | None = None, patience: float = 2.0) -> None:
+    """Make the output folder this job's own until its process is gone, however it goes.
+
+    A UserError on all ranks if another living job has it.
+    """
+    world = world or World()
+    problem: str | None = None
+    if world.leads:
+        try:
+            _take(Path(output), patience)
+        except UserError as error:
+            problem = str(error)
+    if problem := world.share(problem):
+        raise UserError(problem)
+
+
+def _take(folder: Path, patience: float) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / "lock", "a+")  # noqa: SIM115
+    except OSError as error:
+        raise UserError(
+            f"The output folder {folder} cannot be written ({error.strerror}). "
+            "Make it writable, or set output to another folder."
+        ) from None
+    until = time.monotonic() + patience  # a job that was just killed needs a moment to be gone
+    while not _locked(file):
+        if time.monotonic() > until:
+            file.seek(0)
+            holder = file.read(200).strip() or "unknown"
+            file.close()
+            raise UserError(
+                f"Another job ({holder}) is writing to {folder}. Wait for it, stop it, or set output to another folder."
+            )
+        time.sleep(0.1)
+    _held.append(file)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+
+
+def _locked(file: IO[str]) -> bool:
+    try:
+        # A record lock: unlike flock, it is not inherited by forked children, which may outlive the job.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        log.warning("%s cannot be locked (%s): take care not to start two jobs there.", file.name, error.strerror)
+    return True

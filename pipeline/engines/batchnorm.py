@@ -1,0 +1,38 @@
+"""Running statistics of batch normalisation: equal on all ranks after every step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.distributed.world import World
+from pipeline.methods.base import Method
+
+
+class Statistics:
+    """Running statistics of batch normalisations: the same on all ranks after every step, and unchanged by a
+    step that was skipped."""
+
+    def __init__(self, method: Method, world: World) -> None:
+        layers = [m for m in method.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        self.tensors = [s for m in layers for s in (m.running_mean, m.running_var) if s is not None]
+        self.shared = world.size > 1 and not all(isinstance(m, nn.SyncBatchNorm) for m in layers)
+        self.world = world
+        self.before: Tensor | None = None
+
+    def remember(self) -> None:
+        """Called before every micro-batch; the first one after a step counts."""
+        if self.tensors and self.before is None:
+            self.before = torch.cat([t.flatten() for t in self.tensors])
+
+    @torch.no_grad()
+    def settle(self, moved: Tensor | bool) -> None:
+        if self.before is None:
+            return
+        flat = torch.cat([t.flatten() for t in self.tensors])
+        if self.shared:  # ranks saw only their own rows
+            flat = self.world.sum(flat) / self.world.size
+        flat = torch.where(torch.as_tensor(moved, device=flat.device), flat, self.before)
+        for tensor, part in zip(self.tensors, flat.split([t.numel() for t in self.tensors])):
+            tensor.copy_(part.view_as(tensor))
+        self.before = None

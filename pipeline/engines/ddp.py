@@ -1,0 +1,141 @@
+"""Plain torch on one rank, DistributedDataParallel on several."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pipeline.config import Config
+from pipeline.data.batch import Batch
+from pipeline.distributed.world import World, arrive
+from pipeline.engines.batchnorm import Statistics
+from pipeline.engines.parameters import learnable
+from pipeline.methods.base import Method, Stage
+from pipeline.models.precision import autocast_for
+
+
+class TorchEngine:
+    """Plain torch on one rank, DistributedDataParallel on several."""
+
+    def __init__(self, config: Config, method: Method, world: World) -> None:
+        self.config, self.method, self.world = config, method, world
+        self.autocast = autocast_for(config.train.precision, world.device)
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.train.precision == "fp16")
+        self.statistics = Statistics(method, world)
+        self.optimizer = self._new_optimizer()
+        self.wrapped: nn.Module = method
+        self.prefixes: tuple[str, ...] | None = None
+        self.bad = torch.zeros((), device=world.device)  # consecutive steps whose gradient was not finite
+
+    def _new_optimizer(self) -> torch.optim.SGD:
+        optim = self.config.optim
+        # Fused, because a fused step can be skipped on the device (found_inf) without asking the host.
+        learn = [p for _, p in learnable(self.method)]
+        optimizer = torch.optim.SGD(learn, optim.lr, optim.momentum, weight_decay=optim.weight_decay, fused=True)
+        for p in learn:  # a first momentum of zero is what SGD starts from; parts may join in a later stage
+            optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        return optimizer
+
+    def begin_stage(self, stage: Stage, resuming: bool) -> None:
+        if stage.fresh_optimizer and not resuming:
+            self.optimizer = self._new_optimizer()
+        optim = stage.optim or self.config.optim
+        for group in self.optimizer.param_groups:
+            group.update(momentum=optim.momentum, weight_decay=optim.weight_decay)
+        self.clip = optim.clip
+        self.train_only(stage.trainable)
+
+    def train_only(self, prefixes: tuple[str, ...]) -> None:
+        """Let only the parameters under these prefixes learn. DDP must know: it waits for every gradient."""
+        if prefixes == self.prefixes:
+            return
+        first, self.prefixes = self.prefixes is None, prefixes
+        for name, parameter in learnable(self.method):
+            parameter.requires_grad_(name.startswith(prefixes))
+            parameter.grad = None
+        if self.world.size > 1:
+            with warnings.catch_warnings():
+                # Beliefs are equal on all ranks by construction, large, and of types gloo cannot send: no
+                # sync of buffers, not even the first one that the newer name of this argument would bring.
+                warnings.simplefilter("ignore", FutureWarning)
+                self.wrapped = DistributedDataParallel(
+                    self.method,
+                    device_ids=[self.world.local_rank] if self.world.device.type == "cuda" else None,
+                    broadcast_buffers=False,
+                    init_sync=first,
+                    gradient_as_bucket_view=True,
+                )
+
+    def step(self, batch: Batch, lr: float) -> dict[str, Tensor]:
+        """Forward and backward of one micro-batch; the optimiser moves after the last of a global batch."""
+        self.statistics.remember()
+        with self._sync(batch.last):
+            with self.autocast:
+                losses = self.wrapped(batch)
+            arrive()  # the gradients of all ranks meet in the backward pass
+            self.scaler.scale(losses["loss"] * batch.share).backward()
+        if batch.last:
+            self._update(lr)
+        return {name: value.detach() for name, value in losses.items()}
+
+    @contextlib.contextmanager
+    def _sync(self, last: bool) -> Iterator[None]:
+        quiet = isinstance(self.wrapped, DistributedDataParallel) and not last
+        with self.wrapped.no_sync() if quiet else contextlib.nullcontext():  # type: ignore[operator]
+            yield
+
+    def _update(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.scaler.unscale_(self.optimizer) if self.scaler.is_enabled() else None
+        learned = [p for p in self.method.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in learned if p.grad is not None])
+        if self.clip:
+            torch.nn.utils.clip_grads_with_norm_(learned, self.clip, norm)
+        finite = torch.isfinite(norm)
+        self.bad = torch.where(finite, 0.0, self.bad + 1)
+        if self.scaler.is_enabled():
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:  # gradients are the same on all ranks after the all-reduce, and so is the verdict
+            self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.statistics.settle(finite)
+        self.method.after_step()
+
+    def bad_steps(self) -> int:
+        return int(self.bad)
+
+    # -- state that knows neither ranks nor engines ----------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        return {"momentum": self._momentum(), "scaler": self.scaler.state_dict(), "bad": int(self.bad)}
+
+    def _momentum(self) -> dict[str, Tensor]:
+        return {name: self.optimizer.state[p]["momentum_buffer"] for name, p in learnable(self.method)}
+
+    def load(self, state: dict[str, Any]) -> None:
+        for name, buffer in self._momentum().items():  # a part that has not learned yet may be missing
+            buffer.copy_(state["momentum"][name]) if name in state["momentum"] else buffer.zero_()
+        if self.scaler.is_enabled() and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        self.bad.fill_(state["bad"])
+
+    def weights(self) -> dict[str, Tensor]:
+        return self.method.state_dict()
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        self.method.load_state_dict(weights)
+
+    def idle_forward(self, look: Callable[[Tensor], Any]) -> None:
+        """Whole weights on every rank: nobody waits for a forward of ours."""
+
+    def close(self) -> None:
+        self.wrapped, self.prefixes = self.method, None

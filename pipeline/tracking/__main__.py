@@ -1,0 +1,95 @@
+"""`python -m pipeline.tracking replay FOLDER`: send what a dead job left in its journal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from pipeline.tracking import journal
+from pipeline.tracking.journal import Journal, lock, pending
+from pipeline.tracking.tracker import JOURNAL, now
+from shards.base import cli, settings
+from shards.base.errors import UserError
+from shards.base.redact import one_line, redact
+
+
+def replay(folder: Path, uri: str) -> int:
+    """Ship what a dead job left in its folder; a run that never said how it ended is marked FAILED. Returns
+    records shipped.
+    """
+    from pipeline.tracking.mlflow_sync import Shipper
+
+    paths = sorted(folder.glob("journal*.jsonl"))
+    if not paths:
+        raise UserError(f"There is no journal in {folder}. Give the output folder of a run.")
+    shipped = left = 0
+    for path in paths:
+        with lock(path) as mine:
+            if not mine:
+                raise UserError(f"{path} is being shipped by its job, which is still running, or by another replay.")
+            kind = None
+            for _, record in journal.read(path):
+                kind = record["kind"]
+            if kind != "end":
+                ending = Journal(path)
+                finished = path.name == JOURNAL and (folder / "summary.json").is_file()
+                ending.append({"kind": "end", "time": now(), "status": "FINISHED" if finished else "FAILED"})
+                ending.close()
+            try:
+                shipper = Shipper(uri, path)
+                shipper.ship(last=True)
+            except Exception as error:
+                raise UserError(
+                    f"MLflow at {redact(uri)}: {one_line(error)}. {path} is kept; try again later."
+                ) from error
+            shipped += shipper.shipped
+            left += pending(path)
+            if path.name == JOURNAL:
+                _note_run(folder / "summary.json", shipper.run_id)
+    if left:
+        raise UserError(
+            f"{left} artifacts were not taken by MLflow at {redact(uri)}; the rest is there. Try again later."
+        )
+    return shipped
+
+
+def _note_run(file: Path, run_id: str) -> None:
+    """A run that ended without a server did not know its id."""
+    summary = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if "run_id" in summary and not summary["run_id"]:
+        temporary = file.with_suffix(".tmp")
+        temporary.write_text(json.dumps(summary | {"run_id": run_id}, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(file)
+
+
+def _uri_of(folder: Path) -> str:
+    config = folder / "config.yaml"
+    uri = settings.read_yaml(config).get("tracking", {}).get("uri", "") if config.is_file() else ""
+    if not uri or "***" in uri:
+        raise UserError(f"{folder} does not say where to; add --uri, for example --uri sqlite:///runs/mlflow.db")
+    return uri
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m pipeline.tracking", description=__doc__.split("\n\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("replay", help="ship the journal of a job that ended while the server was away")
+    command.add_argument("folder", type=Path, help="output folder of the run")
+    command.add_argument(
+        "--uri", default="", help="MLflow tracking URI; default: MLFLOW_TRACKING_URI, then the run's config"
+    )
+    options = parser.parse_args(argv)
+    uri = options.uri or os.environ.get("MLFLOW_TRACKING_URI") or _uri_of(options.folder)
+    count = replay(options.folder, uri)
+    print(
+        f"{count} records shipped to {redact(uri)}." if count else "Nothing was left to ship.",
+        file=sys.stderr,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

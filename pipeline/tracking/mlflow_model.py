@@ -1,0 +1,94 @@
+"""Upload an exported model as an MLflow model of its run, and register it if asked."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def log_model(uri: str, run_id: str, folder: Path, register_as: str = "") -> str:
+    """Make the exported folder an MLflow model of the run, once; returns its id."""
+    import mlflow
+    from mlflow import MlflowClient
+
+    mlflow.set_tracking_uri(uri)  # the registry looks models up there, whatever the client was told
+    client = MlflowClient()
+    run = client.get_run(run_id)
+    known = run.outputs.model_outputs if run.outputs else []
+    model_id = known[0].model_id if known else _upload(client, run, folder)
+    if register_as and not client.search_model_versions(f"name = '{register_as}' and run_id = '{run_id}'"):
+        _register(client, register_as, model_id, run_id)
+    return model_id
+
+
+def _upload(client: Any, run: Any, folder: Path) -> str:
+    import mlflow
+    from mlflow.entities import LoggedModelOutput, LoggedModelStatus
+
+    run_id = run.info.run_id
+    signature, example = _signature()
+    facts = {key: value for key, value in run.data.params.items() if key in ("method.name", "seed", "train.epochs")}
+    begun = client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run_id}'")
+    model = next(iter(begun), None)  # from an attempt that was cut off
+    if model is None:
+        model = client.create_logged_model(run.info.experiment_id, "model", run_id, params=facts)
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Path(temporary) / "model"
+        mlflow.pyfunc.save_model(
+            str(place),
+            loader_module="pipeline.exported",
+            data_path=str(folder),
+            signature=signature,
+            input_example=example,
+            pip_requirements=_requirements(),
+            mlflow_model=mlflow.models.Model(run_id=run_id, model_uuid=model.model_id, model_id=model.model_id),
+        )
+        client.log_model_artifacts(model.model_id, str(place))
+    client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
+    client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
+    return model.model_id
+
+
+def _signature() -> tuple[Any, Any]:
+    import pandas as pd
+    from mlflow.models import ModelSignature
+    from mlflow.types import ColSpec, DataType, Schema
+    from mlflow.types.schema import Array
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(np.full((32, 32, 3), 128, np.uint8)).save(file, "png")
+    answers: list[tuple[str, Any]] = [
+        ("label", DataType.string), ("class", DataType.long), ("score", DataType.double),
+        ("scores", Array(DataType.double)), ("problem", DataType.string),
+    ]  # fmt: skip
+    outputs = Schema([ColSpec(kind, name) for name, kind in answers])
+    signature = ModelSignature(Schema([ColSpec(DataType.binary, "image")]), outputs)
+    return signature, pd.DataFrame({"image": [file.getvalue()]})
+
+
+def _requirements() -> list[str]:
+    """This package and what decides the numbers it computes."""
+    found = []
+    for name in ("evenhand", "torch", "mlflow"):
+        try:
+            found.append(f"{name}=={version(name).partition('+')[0]}")
+        except PackageNotFoundError:
+            continue  # run from a source tree
+    return found
+
+
+def _register(client: Any, name: str, model_id: str, run_id: str) -> None:
+    from mlflow import MlflowException
+
+    try:
+        client.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    client.create_model_version(name, f"models:/{model_id}", run_id, model_id=model_id)
