@@ -71,8 +71,8 @@ def ours(split: Split, views: tuple[str, ...], world: World, loader: str = "tar"
     ticks = iter(range(1_000_000))
 
     def epoch() -> Iterator[Any]:
-        tick = next(ticks)
-        return source.batches(Pass(sampling.shuffled(len(split), 0, tick), views), tick)
+        order_key = next(ticks)
+        return source.batches(Pass(sampling.shuffled(len(split), 0, order_key), views), order_key)
 
     return epoch
 
@@ -100,7 +100,7 @@ def webdataset(split: Split) -> Arm:
 
     from pipeline.models import torchvision_compat
 
-    torchvision_compat.prepare()
+    torchvision_compat.patch_torchvision()
     from torchvision import transforms
 
     change = transforms.Compose(

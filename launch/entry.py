@@ -108,7 +108,7 @@ class Supervisor:
             finally:
                 for number, handler in before.items():
                     signal.signal(number, handler)
-            return self._judge(code, exit_status.collect(folder))
+            return self._judge(code, exit_status.read_exit_statuses(folder))
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         """The first request goes to torchrun and from there to the ranks. Repeated ones would break its
@@ -127,15 +127,15 @@ class Supervisor:
             try:
                 return process.wait(timeout=0.2)
             except subprocess.TimeoutExpired:
-                ends, now = exit_status.collect(folder), time.monotonic()
+                ends, now = exit_status.read_exit_statuses(folder), time.monotonic()
                 if any(end["outcome"] == "refused" for end in ends.values()):
                     enough = min(enough, now + REFUSED_GRACE)
-                elif exit_status.all_done(ends):
+                elif exit_status.all_ended(ends):
                     enough = min(enough, now + ENDED_GRACE)
                 if now > enough and not told:
                     process.terminate()
                     told = True
-                elif now > enough + KILL_GRACE and exit_status.all_done(ends):
+                elif now > enough + KILL_GRACE and exit_status.all_ended(ends):
                     process.kill()  # it hears no signal while it waits for other machines
 
     def _judge(self, code: int, ends: dict[int, dict[str, Any]]) -> int:
@@ -146,7 +146,7 @@ class Supervisor:
             return _say(ends, "failed")
         if "stopped" in kinds:
             return _say(ends, "stopped")
-        if code == 0 or exit_status.all_done(ends):
+        if code == 0 or exit_status.all_ended(ends):
             return 0
         if self.asked:
             print(f"stopped: {self.asked} came before the ranks could save. {_AGAIN}", file=sys.stderr)

@@ -16,7 +16,7 @@ from shards.base.errors import UserError
 from shards.base.files import output_folder
 
 if TYPE_CHECKING:
-    from pipeline.inference.open_run import Opened
+    from pipeline.inference.open_run import OpenedRun
     from pipeline.reports.audit import Findings
 
 
@@ -25,7 +25,7 @@ def report(findings: Findings, classes: list[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from pipeline.reports.audit import quality, rates
+    from pipeline.reports.audit import detection_quality, rates
 
     console = Console(width=None if Console().is_terminal else 100)
     found = rates(findings, len(classes))
@@ -45,12 +45,12 @@ def report(findings: Findings, classes: list[str]) -> None:
     console.print(grid)
     if len(classes) > 20:
         console.print(f"... and {len(classes) - 20} more classes in audit.html")
-    judged = quality(findings)
+    judged = detection_quality(findings)
     if judged:
         console.print("against the true labels: " + ", ".join(f"{name} {value:.3f}" for name, value in judged.items()))
 
 
-def keep(opened: Opened, uri: str, out: Path) -> None:
+def log_to_mlflow(opened: OpenedRun, uri: str, out: Path) -> None:
     """Store tables and page among the artifacts of the run."""
     from pipeline.tracking.mlflow_sync import asking
     from pipeline.tracking.tracker import tracking_uri
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> int:
     if options.threshold is not None and not 0 <= options.threshold <= 1:
         raise UserError("--threshold is a confidence: give a number from 0 to 1.")
     from pipeline.inference.open_run import open_run
-    from pipeline.reports.audit import apply, examine, write_tables
+    from pipeline.reports.audit import apply, audit_labels, write_tables
     from pipeline.reports.audit_page import write_page
 
     opened = open_run(options.run, options.uri, options.best, options.shards, own_labels=True)
@@ -99,14 +99,14 @@ def main(argv: list[str]) -> int:
     split = opened.split("train", options.shards)
     inside = Path(options.run) if (Path(options.run) / "checkpoints").is_dir() else Path()
     out = output_folder(options.out or inside / "audit")
-    findings = examine(opened, split, options.threshold)
+    findings = audit_labels(opened, split, options.threshold)
     write_tables(findings, split, out)
     name = opened.name + (f", MLflow run {opened.run_id}" if opened.run_id else "")
     write_page(findings, split, name, out / "audit.html", options.per_class)
     report(findings, list(split.classes))
     print(f"wrote audit.html, audit.csv and audit.parquet to {out}")
     if options.log:
-        keep(opened, options.uri, out)
+        log_to_mlflow(opened, options.uri, out)
     if options.apply:
         test = opened.split("test", options.shards) if "test" in split.manifest.splits else None
         command = apply(findings, opened, split, test, out, options.apply)

@@ -38,7 +38,7 @@ class DataConfig(Settings):
     strong_std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = Field(None, description="another deviation for the strong view")
     loader: Literal["tar", "ffcv"] = Field("tar", description="which shards to read: webdataset tars or the FFCV file")
     threads: PositiveInt = Field(2, description="decoding threads per rank")
-    ahead: PositiveInt = Field(4, description="batches prepared ahead")
+    prefetch: PositiveInt = Field(4, description="batches prepared ahead")
     mix_group: PositiveInt = Field(8, description="mixup partners are drawn inside groups of this many neighbours of the shuffled order; groups never cross ranks")
     shuffle_window: NonNegativeInt = Field(0, description="shuffle inside windows of this many shards, for data larger than the local cache; 0 = whole set")
     cache: CacheConfig = CacheConfig()

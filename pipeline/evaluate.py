@@ -18,13 +18,13 @@ from shards.base.files import output_folder
 if TYPE_CHECKING:
     from pipeline.distributed.world import World
     from pipeline.evaluation.accuracy import Evaluation
-    from pipeline.inference.open_run import Opened
+    from pipeline.inference.open_run import OpenedRun
 
 
-def judge(opened: Opened, shards: str, name: str, world: World) -> Evaluation:
+def judge(opened: OpenedRun, shards: str, name: str, world: World) -> Evaluation:
     """The model on one split; true labels where they are known. Called by all ranks."""
     from pipeline.data.loader import open_loader
-    from pipeline.distributed.step_sync import Pulse
+    from pipeline.distributed.step_sync import StepSync
     from pipeline.evaluation.accuracy import evaluate
 
     split = opened.split(name, shards)
@@ -32,7 +32,7 @@ def judge(opened: Opened, shards: str, name: str, world: World) -> Evaluation:
     loader = open_loader(split, model.config.data, model.config.seed, world)
     labels = split.true if (split.true >= 0).any() else split.given
     counts = model.clean_counts  # a class is many, medium or few by what the model was trained on
-    found = evaluate(model.method, loader.survey(), labels, counts, world, Pulse(world), model.autocast)
+    found = evaluate(model.method, loader.survey(), labels, counts, world, StepSync(world), model.autocast)
     if model.partial:
         found.metrics = {key: value for key, value in found.metrics.items() if key.count("/") == 1}
     return found
@@ -56,9 +56,9 @@ def main(argv: list[str]) -> int:
     from pipeline.inference.open_run import open_run, where
     from shards.reader import read_manifest
 
-    world = ranks.start()
+    world = ranks.init_distributed()
     try:
-        if options.out and world.leads:
+        if options.out and world.is_main:
             output_folder(options.out)
         opened = open_run(options.run, options.uri, options.best)
         place = where(opened.name, options.shards, opened.shards)
@@ -67,12 +67,12 @@ def main(argv: list[str]) -> int:
             raise UserError(f"{place} has no split but train. Name it with --split train.")
         results = {name: judge(opened, place, name, world) for name in names}
     except UserError:
-        if world.leads:
+        if world.is_main:
             raise
         return EXIT_USER_ERROR  # told once, by the lead
     finally:
-        ranks.stop()
-    if world.leads:
+        ranks.shutdown_distributed()
+    if world.is_main:
         for name, result in results.items():
             _print(name, opened, result)
         if options.out:
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _print(name: str, opened: Opened, result: Evaluation) -> None:
+def _print(name: str, opened: OpenedRun, result: Evaluation) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -99,7 +99,7 @@ def _print(name: str, opened: Opened, result: Evaluation) -> None:
     console.print(grid)
 
 
-def _write(out: Path, opened: Opened, results: dict[str, Evaluation]) -> None:
+def _write(out: Path, opened: OpenedRun, results: dict[str, Evaluation]) -> None:
     facts = {
         "run": opened.name,
         "run_id": opened.run_id,

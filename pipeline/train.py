@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline import config as configuration
 from pipeline.config import Config
 from pipeline.process import stop_request
-from pipeline.process.exit_status import record, run_rank, watched
+from pipeline.process.exit_status import is_supervised, run_rank, write_exit_status
 from shards.base.errors import Unreachable, UserError
 from shards.base.settings import flatten
 
@@ -22,52 +22,54 @@ def main(argv: list[str]) -> int:
     config = configuration.load(argv)  # before torch: a typing mistake is told at once
     stop_request.die_with_parent()
     from pipeline.distributed import world as ranks
-    from pipeline.distributed.step_sync import Stopped
-    from pipeline.process.diagnose import explain
+    from pipeline.distributed.step_sync import TrainingStopped
+    from pipeline.process.diagnose import explain_failure
     from pipeline.process.log import log, start_logging
     from pipeline.training import final_outputs, run_folder
 
     config = config.model_copy(update={"output": config.output or run_folder.default_folder(config)})
-    world = ranks.start(config.train.device, config.train.timeout)
+    world = ranks.init_distributed(config.train.device, config.train.timeout)
     trainer = None
     try:
-        start_logging(world.leads)
+        start_logging(world.is_main)
         trainer, folder = build(config, world)
-        if done := world.share(run_folder.finished(folder)):  # the lead's folder counts, others may have none
+        if done := world.broadcast_object(
+            run_folder.finished(folder)
+        ):  # the lead's folder counts, others may have none
             log.info("this run has finished already (best %.2f, last %.2f): %s", done["best"], done["last"], folder)
-            return record("finished")
-        if world.leads:
+            return write_exit_status("finished")
+        if world.is_main:
             start_logging(True, folder / "log.txt")
             run_folder.write_config(config, folder)
         status: Status = "FAILED"
         try:
             trainer.run()
-            summary = final_outputs.finish(config, trainer, folder)
+            summary = final_outputs.write_final_outputs(config, trainer, folder)
             status = "FINISHED"
-        except Stopped as stop:
+        except TrainingStopped as stop:
             status = "KILLED"
             log.warning("stopped (%s); everything is saved, the same command goes on from here", stop)
-            return record("stopped", str(stop))
+            return write_exit_status("stopped", str(stop))
         finally:
             trainer.tracker.finish(status)
             trainer.checkpoints.close()
         if summary:
-            final_outputs.note_run(folder, summary, trainer.tracker.run_id)
+            final_outputs.record_mlflow_run(folder, summary, trainer.tracker.run_id)
             log.info(
                 "best %.2f  last %.2f  in %.0f s: %s", summary["best"], summary["last"], summary["seconds"], folder
             )
-        return record("finished")
+        return write_exit_status("finished")
     except UserError as error:
-        if world.leads or not watched():  # the entry tells what only another rank found
+        if world.is_main or not is_supervised():  # the entry tells what only another rank found
             print(f"error: {error}", file=sys.stderr)
-        return record("failed" if isinstance(error, Unreachable) else "refused", str(error))
+        return write_exit_status("failed" if isinstance(error, Unreachable) else "refused", str(error))
     except Exception as error:
-        sentence = explain(error, world.rank, trainer and trainer.at, config.train.timeout)
+        sentence = explain_failure(error, world.rank, trainer and trainer.position, config.train.timeout)
         log.error(sentence)
-        record("failed", sentence)
+        write_exit_status("failed", sentence)
         raise
     finally:
-        ranks.stop()
+        ranks.shutdown_distributed()
 
 
 def build(config: Config, world: Any) -> tuple[Any, Path]:
@@ -98,7 +100,7 @@ def build(config: Config, world: Any) -> tuple[Any, Path]:
     if world.size > 1 and world.device.type == "cuda" and config.model.sync_batchnorm:
         method = torch.nn.SyncBatchNorm.convert_sync_batchnorm(method)
     method.to(world.device)
-    wish = StopRequest(config.train.deadline_minutes, config.train.stop_file or str(folder / "stop"))
+    stop_source = StopRequest(config.train.deadline_minutes, config.train.stop_file or str(folder / "stop"))
     lock(folder, world)
     checkpoints = Checkpointer(
         config.checkpoint.url or str(folder / "checkpoints"),
@@ -108,7 +110,7 @@ def build(config: Config, world: Any) -> tuple[Any, Path]:
     )
     trainer = Trainer(
         config, method, train, tests, world, checkpoints,
-        lambda state: _tracker(config, world, folder, train, state), wish, _sample_log(config, folder, world),
+        lambda state: _tracker(config, world, folder, train, state), stop_source, _sample_log(config, folder, world),
     )  # fmt: skip
     return trainer, folder
 
@@ -119,13 +121,13 @@ def _on_lead_first(config: Config, world: Any) -> tuple[str, Path]:
     from shards.build import ensure
 
     said: tuple[str, str] | UserError | None = None
-    if world.leads:
+    if world.is_main:
         try:
-            folder = run_folder.make_folder(config)
+            folder = run_folder.create_run_folder(config)
             said = (ensure(config.shards), str(folder))
         except UserError as error:
             said = error
-    said = world.share(said)
+    said = world.broadcast_object(said)
     if isinstance(said, UserError):
         raise said
     return said[0], Path(said[1])
@@ -135,7 +137,7 @@ def _tracker(config: Config, world: Any, folder: Path, train: Any, state: dict[s
     from pipeline.tracking.tracker import NullTracker, Tracker
     from pipeline.training import run_folder
 
-    if not world.leads or run_folder.finished(folder):
+    if not world.is_main or run_folder.finished(folder):
         return NullTracker()
     tags = {
         "method": config.method.name,
@@ -165,7 +167,7 @@ def _sample_log(config: Config, folder: Path, world: Any) -> Any:
 
     def write(at: Any, batch: Any) -> None:
         seen = batch.index[batch.valid > 0].tolist()
-        file.write(json.dumps([at.stage, at.epoch, at.walk, at.step, seen]) + "\n")
+        file.write(json.dumps([at.stage, at.epoch, at.pass_index, at.step, seen]) + "\n")
         file.flush()
 
     return write

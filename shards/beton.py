@@ -26,7 +26,7 @@ from shards.base.storage import Store
 from shards.config import CacheConfig
 from shards.manifest import FileInfo, Manifest
 from shards.picture import to_rgb
-from shards.write import born_deaf
+from shards.write import ignore_sigint
 
 if TYPE_CHECKING:
     from shards.reader import Split
@@ -130,7 +130,7 @@ def run_apart(target: Callable[..., None], *arguments: Any) -> bool:
     context = multiprocessing.get_context("spawn")
     theirs, ours = context.Pipe(duplex=False)
     child = context.Process(target=_begin, args=(theirs, target, arguments))
-    with born_deaf():
+    with ignore_sigint():
         child.start()
     theirs.close()
     try:

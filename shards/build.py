@@ -17,7 +17,7 @@ from shards.base.cli import load, run
 from shards.base.errors import UserError
 from shards.base.progress import Log
 from shards.base.storage import Store, store_at
-from shards.builder import LOCAL, Build, read_record, tidy
+from shards.builder import LOCAL, Build, read_record, remove_leftovers
 from shards.config import BuildConfig
 from shards.reader import read_manifest
 from shards.sources import collect
@@ -41,7 +41,7 @@ def ensure(config: BuildConfig, log: Log = print, rank: int = 0, world: int = 1)
         from shards.beton import require_ffcv
 
         require_ffcv()
-    with _alone(store, world):
+    with _build_lock(store, world):
         if not _finished(store, config):
             Build(store, config, collect(config, log), log, rank, world).run()
     return store.url
@@ -69,7 +69,7 @@ def _finished(store: Store, config: BuildConfig) -> bool:
 
 
 @contextmanager
-def _alone(store: Store, world: int) -> Iterator[None]:
+def _build_lock(store: Store, world: int) -> Iterator[None]:
     """One builder at a time; the next one finds the work done. The kernel lets go if we are killed."""
     if store.root is None or world > 1:  # shards are published whole and equal: several builders do no harm
         yield
@@ -103,7 +103,7 @@ def main(argv: list[str]) -> int:
         prepare()
     place = ensure(config, log, rank, world)
     if rank == 0 and not config.url:
-        tidy(store_at(place), read_manifest(place))
+        remove_leftovers(store_at(place), read_manifest(place))
     shown = repr(store_at(place))
     log(f"Finished shards: {shown}. Look at them with: python -m shards.inspect {shlex.quote(shown)}")
     return 0

@@ -22,7 +22,7 @@ from shards.base.progress import Log, Progress
 from shards.base.storage import Store
 from shards.config import BuildConfig
 from shards.manifest import FileInfo, Manifest, RejectedInfo, ShardInfo, SplitInfo
-from shards.picture import Rules, admit
+from shards.picture import Rules, check_and_convert
 from shards.plan import Plan, describe, make_plan
 from shards.sources import Collection, Rejected
 from shards.write import Job, Part, Task, load_part, part_name, shard_name, write_all
@@ -48,7 +48,7 @@ def read_record(store: Store) -> dict[str, Any] | None:
         return None
 
 
-def tidy(store: Store, about: Manifest) -> None:
+def remove_leftovers(store: Store, about: Manifest) -> None:
     """Remove what a build left that was stopped between its manifest and its end."""
     if store.sizes(".build"):
         if about.options.get("format") == "beton":
@@ -148,7 +148,7 @@ class Build:
         total, seen = 0, 0
         for row in plan.rows[:: max(1, len(plan) // 64)][:64].tolist():
             try:
-                data, _ = admit(self.found.reader.read(split, row, keys[row].as_py()), self.rules)
+                data, _ = check_and_convert(self.found.reader.read(split, row, keys[row].as_py()), self.rules)
             except (Rejected, OSError):
                 continue
             total, seen = total + len(data) + 2048, seen + 1

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from shards.base.errors import UserError
 from shards.base.redact import redact
-from shards.base.storage import Store, patiently
+from shards.base.storage import Store, with_retries
 from shards.config import CacheConfig
 from shards.manifest import FileInfo
 
@@ -51,21 +51,21 @@ class Cache:
                 self._news.notify()
         return path
 
-    def ahead(self, files: list[FileInfo]) -> None:
+    def prefetch(self, files: list[FileInfo]) -> None:
         """Fetch these, in this order, a few ahead of the one in use."""
-        if self.store.root is not None or not self.config.ahead:
+        if self.store.root is not None or not self.config.prefetch:
             return
         with self._news:
             self._plan, self._place = list(files), 0
             self._news.notify()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._look_ahead, name="shards ahead", daemon=True)
+            self._thread = threading.Thread(target=self._prefetch_loop, name="shards ahead", daemon=True)
             self._thread.start()
 
-    def _look_ahead(self) -> None:
+    def _prefetch_loop(self) -> None:
         while True:
             with self._news:
-                near = self._plan[self._place : self._place + self.config.ahead]
+                near = self._plan[self._place : self._place + self.config.prefetch]
                 todo = next((file for file in near if file.sha256 not in self._checked), None)
                 if todo is None:
                     self._news.wait()
@@ -82,12 +82,12 @@ class Cache:
 
     def _fetch(self, file: FileInfo) -> Path:
         path = self._path(file)
-        if file.sha256 in self._checked and self._whole(path, file):
+        if file.sha256 in self._checked and self._is_complete(path, file):
             return path
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with self._alone(path):
-                if not (self._whole(path, file) and self._right(path, file)):
+            with self._locked(path):
+                if not (self._is_complete(path, file) and self._has_digest(path, file)):
                     self._download(path, file)
         except OSError as error:
             raise NoRoom(
@@ -100,19 +100,19 @@ class Cache:
         return path
 
     @contextlib.contextmanager
-    def _alone(self, path: Path) -> Iterator[None]:
+    def _locked(self, path: Path) -> Iterator[None]:
         """One process of this machine fetches a shard, the others wait and find it there."""
         with open(f"{path}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
-    def _whole(self, path: Path, file: FileInfo) -> bool:
+    def _is_complete(self, path: Path, file: FileInfo) -> bool:
         try:
             return path.stat().st_size == file.bytes
         except FileNotFoundError:
             return False
 
-    def _right(self, path: Path, file: FileInfo) -> bool:
+    def _has_digest(self, path: Path, file: FileInfo) -> bool:
         if not self.verify:
             return True
         try:
@@ -130,13 +130,13 @@ class Cache:
             got = temporary.stat().st_size
             if got != file.bytes:
                 raise OSError(f"{got} of {file.bytes} bytes arrived")
-            if not self._right(temporary, file):
+            if not self._has_digest(temporary, file):
                 raise OSError("its sha256 is not that of the manifest")
 
         reserved = self._reserve(path, file)
         try:
-            patiently(attempt, f"Shard {name}", self.config.deadline)
-            with self._alone(self.folder / "room"):  # whoever counts sees the place or the copy
+            with_retries(attempt, f"Shard {name}", self.config.deadline)
+            with self._locked(self.folder / "room"):  # whoever counts sees the place or the copy
                 os.replace(temporary, path)
                 reserved.unlink()
         finally:
@@ -152,7 +152,7 @@ class Cache:
             )
         end = time.monotonic() + self.config.deadline
         while True:
-            with self._alone(self.folder / "room"):
+            with self._locked(self.folder / "room"):
                 # When all that is left is on its way to others, better wait than go beyond the budget.
                 if self._make_room(file.bytes, budget) or time.monotonic() > end:
                     reserved = path.with_suffix(f".{uuid.uuid4().hex}.reserved")

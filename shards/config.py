@@ -42,7 +42,7 @@ class CacheConfig(Settings):
         default=100.0, gt=0, description="bytes the cache may take, in GB; the oldest copies go first"
     )
     reserve_gb: float = Field(default=1.0, ge=0, description="disk space left free, in GB")
-    ahead: int = Field(default=2, ge=0, description="shards fetched ahead of use")
+    prefetch: int = Field(default=2, ge=0, description="shards fetched ahead of use")
     deadline: float = Field(default=300.0, gt=0, description="seconds after which fetching one shard is given up")
 
 

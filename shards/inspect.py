@@ -131,7 +131,7 @@ def contact_sheet(split: Split, rows: int, columns: int, seed: int) -> Image.Ima
             true = int(split.true[index])
             colour = UNKNOWN if true < 0 else RIGHT if true == k else WRONG
             draw.rectangle((left - 3, top - 3, left + TILE + 2, top + TILE + 2), colour)
-            sheet.paste(_tile(split.peek(int(index))), (left, top))
+            sheet.paste(_tile(split.read_one(int(index))), (left, top))
             name = "?" if true < 0 else split.classes[true]
             draw.text((left, top + TILE + 4), _fit(name, small, TILE), colour, small)
     return sheet

@@ -38,20 +38,20 @@ class Rules:
         return cls(config.resize, config.quality, config.decode_check, config.max_pixels, limit)
 
 
-def admit(data: bytes, rules: Rules) -> tuple[bytes, str]:
+def check_and_convert(data: bytes, rules: Rules) -> tuple[bytes, str]:
     """(bytes, extension) to store; raises Rejected."""
     if not data:
         raise Rejected("empty file")
     if len(data) > rules.max_bytes:
         raise Rejected(f"larger than {rules.max_bytes / 1e6:g} MB")
     if data[:3] == b"\xff\xd8\xff":
-        done = _plain_jpeg(data, rules)
+        done = _is_baseline_jpeg(data, rules)
         if done is not None:
             return done, "jpg"
     return _any_picture(data, rules)
 
 
-def _plain_jpeg(data: bytes, rules: Rules) -> bytes | None:
+def _is_baseline_jpeg(data: bytes, rules: Rules) -> bytes | None:
     """The fast way for whole, upright grey or colour JPEG; None sends the picture the careful way."""
     if data[-2:] != b"\xff\xd9" or not _ordinary(data):
         return None
@@ -101,7 +101,7 @@ def _any_picture(data: bytes, rules: Rules) -> tuple[bytes, str]:
             warnings.simplefilter("ignore")  # of corrupt EXIF and the like: in the web's pictures there is no end to it
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(io.BytesIO(data), formats=tuple(FORMATS)) as image:
-                return _careful(image, data, rules)
+                return _decode_with_limits(image, data, rules)
     except Rejected:
         raise
     except UnidentifiedImageError:
@@ -114,7 +114,7 @@ def _any_picture(data: bytes, rules: Rules) -> tuple[bytes, str]:
         raise Rejected("truncated" if cut else f"cannot be decoded ({type(error).__name__})") from None
 
 
-def _careful(image: Image.Image, data: bytes, rules: Rules) -> tuple[bytes, str]:
+def _decode_with_limits(image: Image.Image, data: bytes, rules: Rules) -> tuple[bytes, str]:
     width, height = image.size
     if width * height > rules.max_pixels:
         raise Rejected(f"too many pixels ({width} x {height})")

@@ -12,7 +12,7 @@ from shards import bias
 from shards.base.errors import UserError
 from shards.config import BuildConfig
 from shards.manifest import BiasInfo
-from shards.sources import Collection, Rows
+from shards.sources import Collection, SourceTable
 
 MAX_TRANSITION_CLASSES = 256
 
@@ -49,7 +49,7 @@ def make_plan(found: Collection, config: BuildConfig, bad: dict[str, set[int]]) 
     return plans
 
 
-def _choose(name: str, rows: Rows, found: Collection, config: BuildConfig, bad: set[int]) -> Plan:
+def _choose(name: str, rows: SourceTable, found: Collection, config: BuildConfig, bad: set[int]) -> Plan:
     """The chosen rows, ascending, with their labels."""
     classes = len(found.classes)
     usable = np.ones(len(rows), bool)

@@ -102,17 +102,17 @@ class Split:
                 return memoryview(self._maps.get(shard) or self._map(shard))[offset:end]
             except NoRoom as error:
                 self._stream(shard, error)
-        return memoryview(self.peek(index))
+        return memoryview(self.read_one(index))
 
-    def peek(self, index: int) -> bytes:
+    def read_one(self, index: int) -> bytes:
         """The same without its shard: for a few pictures among many, nothing large is fetched and nothing hashed."""
         offset = int(self._offset[index])
         return self.store.read_range(self._tar(int(self._shard[index])).name, offset, offset + int(self._size[index]))
 
-    def will_need(self, shards: Iterable[int]) -> None:
+    def prefetch(self, shards: Iterable[int]) -> None:
         """Remote shards in the order they will be used; they are fetched ahead."""
         if self.store.root is None:
-            self._cache.ahead([self.info.shards[number] for number in shards])
+            self._cache.prefetch([self.info.shards[number] for number in shards])
 
     def keys(self, indices: Iterable[int] | None = None) -> list[str]:
         """Names of samples in the source."""

@@ -25,7 +25,7 @@ from shards.base.errors import UserError
 from shards.base.progress import Progress
 from shards.base.redact import redact
 from shards.base.settings import Settings
-from shards.base.storage import Store, patiently, store_at
+from shards.base.storage import Store, store_at, with_retries
 from shards.bias import counts_of
 from shards.config import CacheConfig
 from shards.manifest import FileInfo, Manifest, ShardInfo, SplitInfo
@@ -118,7 +118,7 @@ class _Files:
             try:
                 Path(parent).mkdir(parents=True, exist_ok=True)
                 path = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=parent))) / name
-                patiently(lambda: self._fetch(name, size, path), redact(self.store.at(name)), self.config.deadline)
+                with_retries(lambda: self._fetch(name, size, path), redact(self.store.at(name)), self.config.deadline)
             except OSError as error:
                 raise UserError(
                     f"No copy of {redact(self.store.at(name))} can be kept in {parent} ({error.strerror or error}). "

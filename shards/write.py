@@ -23,7 +23,7 @@ import pyarrow.parquet
 from numpy.typing import NDArray
 
 from shards.base.storage import Store, store_at
-from shards.picture import Rules, admit
+from shards.picture import Rules, check_and_convert
 from shards.sources import Reader, Rejected
 from shards.tar import TarWriter
 
@@ -124,7 +124,9 @@ def write_shard(task: Task, job: Job, step: Callable[[int], None]) -> None:
             tar = TarWriter(file)
             for place, (row, key) in enumerate(zip(task.rows.tolist(), task.keys)):
                 try:
-                    picture, extension = earlier(row) or admit(job.reader.read(task.split, row, key), job.rules)
+                    picture, extension = earlier(row) or check_and_convert(
+                        job.reader.read(task.split, row, key), job.rules
+                    )
                 except Rejected as error:
                     records.append((row, 0, 0, None, str(error)))
                 except OSError as error:
@@ -218,12 +220,12 @@ def prepare() -> None:
     It and the writers are deaf to Ctrl-C from their first instruction: the builder hears it and tells them.
     """
     _processes.set_forkserver_preload(["shards.builder"])
-    with born_deaf():
+    with ignore_sigint():
         forkserver.ensure_running()
 
 
 @contextmanager
-def born_deaf() -> Iterator[None]:
+def ignore_sigint() -> Iterator[None]:
     """Processes started in here do not hear Ctrl-C, from their first instruction on; whoever starts them does."""
     resource_tracker.ensure_running()  # first: starting it would unblock the signal again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -258,7 +260,7 @@ def _work(task: Task, place: int) -> None:
 
 
 @contextmanager
-def _ctrl_c_waits() -> Iterator[Callable[[], None]]:
+def _defer_sigint() -> Iterator[Callable[[], None]]:
     """Ctrl-C waits until the yielded function is called: it would break the start of a writer.
 
     From then on the writers are being waited for, and one more Ctrl-C ends them where they are.
@@ -308,7 +310,7 @@ def write_all(tasks: Iterator[Task], job: Job, writers: int, step: Callable[[int
     prepare()
     places = set(range(writers + 1))  # few tasks are in flight at a time: their keys are the memory of this loop
     seen = 0
-    with _ctrl_c_waits() as heed_ctrl_c:
+    with _defer_sigint() as heed_ctrl_c:
         shared = _processes.RawArray("q", len(places) + 1)
         with ProcessPoolExecutor(writers, _processes, _start_worker, (job, shared)) as pool:
             running: dict[Future[None], int] = {}

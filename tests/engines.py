@@ -13,7 +13,7 @@ from pipeline.checkpoints.checkpointer import Checkpointer
 from pipeline.config import Config
 from pipeline.data.batch import Batch, Pass, TrainingSet
 from pipeline.data.loader import Loader
-from pipeline.distributed.step_sync import Wish
+from pipeline.distributed.step_sync import StopSource
 from pipeline.distributed.world import World
 from pipeline.engines import make_engine
 from pipeline.engines.engine import Engine
@@ -51,12 +51,12 @@ def make_method(config: Config, train: Split, world: World) -> Method:
     return load_method(config.method.name)(config, data, world)
 
 
-def make_trainer(world: World, url: str, folder: str, config: Config, wish: Wish | None = None) -> Trainer:
+def make_trainer(world: World, url: str, folder: str, config: Config, stop_source: StopSource | None = None) -> Trainer:
     found = splits(url)
     checkpoints = Checkpointer(folder, 3, world, background=False)
     method = make_method(config, found["train"], world)
     tests = {"test": found["test"]}
-    return Trainer(config, method, found["train"], tests, world, checkpoints, lambda state: NullTracker(), wish)
+    return Trainer(config, method, found["train"], tests, world, checkpoints, lambda state: NullTracker(), stop_source)
 
 
 class Bench:
@@ -67,25 +67,25 @@ class Bench:
         self.train = splits(url)["train"]
         self.method = make_method(config, self.train, world)
         self.stage = next(number for number, stage in enumerate(self.method.stages()) if stage.epochs)
-        self.method.enter(self.stage, 0)
+        self.method.set_epoch(self.stage, 0)
         self.engine: Engine = make_engine(config, self.method, world)
         self.engine.begin_stage(self.method.stages()[self.stage], resuming=False)
         self.method.train()
 
-    def batches(self, count: int, tick: int = 0) -> Iterator[Batch]:
+    def batches(self, count: int, order_key: int = 0) -> Iterator[Batch]:
         """`count` pictures as the loader cuts them."""
-        order = np.random.default_rng(tick).permutation(len(self.train))[:count]
+        order = np.random.default_rng(order_key).permutation(len(self.train))[:count]
         loader = Loader(self.train, self.config.data, self.config.seed, self.world, self.config.optim.accumulate)
-        yield from loader.batches(Pass(order, ("weak", "strong")), tick)
+        yield from loader.batches(Pass(order, ("weak", "strong")), order_key)
 
-    def steps(self, count: int, tick: int = 0, lr: float = 0.05) -> list[float]:
-        return [float(self.engine.step(batch, lr)["loss"]) for batch in self.batches(count, tick)]
+    def steps(self, count: int, order_key: int = 0, lr: float = 0.05) -> list[float]:
+        return [float(self.engine.step(batch, lr)["loss"]) for batch in self.batches(count, order_key)]
 
     def stage_of(self, **settings: Any) -> Stage:
         return Stage("another", epochs=1, **settings)
 
     def weights(self) -> dict[str, Tensor]:
-        return copied(self.engine.weights())
+        return copied(self.engine.model_state_dict())
 
 
 def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -51,7 +51,7 @@ class Pictures:
     def read(self, index: int) -> bytes:
         return self.encoded[index]
 
-    def will_need(self, shards: Any) -> None: ...
+    def prefetch(self, shards: Any) -> None: ...
 
 
 def small_config(method: dict[str, Any], **sections: dict[str, Any]) -> Config:
@@ -80,7 +80,7 @@ class Place:
     stage: int = 0
     epoch: int = 0
     begun: bool = False
-    walk: int = 0
+    pass_index: int = 0
     step: int = 0
 
 
@@ -105,26 +105,26 @@ class Course:
     def steps(self) -> Iterator[dict[str, float]]:
         """Named losses of every step, until the training ends."""
         for number, stage in enumerate(self.method.stages()[self.at.stage :], self.at.stage):
-            self.engine.begin_stage(stage, resuming=self.at.epoch > 0 or self.at.begun)
+            self.engine.begin_stage(stage, resuming=self.at.epoch > 0 or self.at.epoch_started)
             for epoch in range(self.at.epoch, stage.epochs or 1):
-                self.method.enter(number, epoch)
-                if not self.at.begun:
-                    self.method.begin_epoch(self.survey() if self.method.wants_survey() else None)
-                    self.at.begun = True
+                self.method.set_epoch(number, epoch)
+                if not self.at.epoch_started:
+                    self.method.begin_epoch(self.survey() if self.method.surveys_before_epoch() else None)
+                    self.at.epoch_started = True
                 yield from self._epoch(stage.trainable)
-                self.method.end_epoch(self.survey() if self.method.ends_with_survey() else None)
+                self.method.end_epoch(self.survey() if self.method.surveys_after_epoch() else None)
                 self.at = Place(number, epoch + 1)
             self.at = Place(number + 1)
 
     def _epoch(self, trainable: tuple[str, ...]) -> Iterator[dict[str, float]]:
-        for number, walk in enumerate(self.method.passes()[self.at.walk :], self.at.walk):
-            self.engine.train_only(walk.trainable or trainable)
+        for number, pass_ in enumerate(self.method.passes()[self.at.pass_index :], self.at.pass_index):
+            self.engine.set_trainable(pass_.trainable or trainable)
             self.method.train()
-            for batch in self.loader.batches(walk, self.method.tick(number), self.at.step):
+            for batch in self.loader.batches(pass_, self.method.order_key(number), self.at.step):
                 losses = self.engine.step(self._cast(batch), self.config.optim.lr)
                 self.at.step += 1
                 yield {name: float(value) for name, value in losses.items()}
-            self.at.walk, self.at.step = number + 1, 0
+            self.at.pass_index, self.at.step = number + 1, 0
 
     @torch.no_grad()
     def survey(self) -> Survey:
@@ -146,17 +146,19 @@ class Course:
 
     def state(self) -> dict[str, Any]:
         return copy.deepcopy(
-            {"method": self.method.state_dict(), "engine": self.engine.state(), "at": self.at.__dict__}
+            {"method": self.method.state_dict(), "engine": self.engine.optimizer_state_dict(), "at": self.at.__dict__}
         )
 
     def load(self, state: dict[str, Any]) -> None:
         state = copy.deepcopy(state)
         self.method.load_state_dict(state["method"])
-        self.engine.load(state["engine"])
+        self.engine.load_optimizer_state_dict(state["engine"])
         self.at = Place(**state["at"])
 
 
-def batch_of(method: Method, rows: int, seed: int = 0, walk: int = 0, views: tuple[str, ...] = ("weak",)) -> Batch:
+def batch_of(
+    method: Method, rows: int, seed: int = 0, pass_index: int = 0, views: tuple[str, ...] = ("weak",)
+) -> Batch:
     """A batch by hand, in float64, of random samples and pictures; the last row stands for nothing."""
     rng = np.random.default_rng(seed)
     index = torch.from_numpy(rng.permutation(len(method.data))[:rows])
@@ -164,7 +166,7 @@ def batch_of(method: Method, rows: int, seed: int = 0, walk: int = 0, views: tup
     valid = torch.ones(rows)
     valid[-1] = 0
     label = torch.from_numpy(method.data.given)[index].long()
-    key = (method.data.seed, method.tick(walk), 0)
+    key = (method.data.seed, method.order_key(pass_index), 0)
     return Batch(index, label, valid, images, (rows,), key, torch.arange(rows) // 4)
 
 

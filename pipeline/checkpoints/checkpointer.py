@@ -26,6 +26,7 @@ from torch import Tensor
 
 from pipeline.checkpoints import file_format
 from pipeline.checkpoints.file_format import MANIFEST, TEMPORARY, Damaged, Snapshot, Tree
+from pipeline.checkpoints.upgrade import upgrade_checkpoint
 from pipeline.distributed.world import World
 from shards.base.errors import UserError
 from shards.base.storage import RemoteStore, Store, store_at
@@ -57,7 +58,7 @@ class Checkpointer:
         self._failure: str | None = None
         self.newest: str | None = None  # the last one written or loaded, on the lead
         self._refused: set[str] = set()  # did not verify when loading
-        if problem := world.share(_try_folder(self.store) if world.leads else None):
+        if problem := world.broadcast_object(_try_folder(self.store) if world.is_main else None):
             raise UserError(problem)
 
     # -- saving ------------------------------------------------------------------------------------
@@ -68,7 +69,7 @@ class Checkpointer:
         A failed write is told as a warning by the next save, and training goes on. With wait=True this
         returns when the checkpoint is safe, and raises SaveError if it is not.
         """
-        if not self.world.leads:
+        if not self.world.is_main:
             return
         self._warn(self._settle())
         tensors, state = file_format.encode(tree)
@@ -161,8 +162,8 @@ class Checkpointer:
     def best(self) -> Loaded | None:
         """The newest checkpoint that was saved as the best one."""
         self._warn(self._settle())
-        names = _best_ones(self.store, file_format.listed(self.store)) if self.world.leads else []
-        names = self.world.share(names)
+        names = _best_ones(self.store, file_format.listed(self.store)) if self.world.is_main else []
+        names = self.world.broadcast_object(names)
         return self._load(names) if names else None
 
     def _load(self, names: list[str] | None) -> Loaded | None:
@@ -170,7 +171,7 @@ class Checkpointer:
         refused: dict[str, str] = {}
         problem: UserError | None = None
         self._warn(self._settle())
-        if self.world.leads:
+        if self.world.is_main:
             try:
                 found, refused = choose(self.store, names or file_format.listed(self.store))
             except UserError as error:
@@ -178,19 +179,23 @@ class Checkpointer:
             self._refused |= set(refused)
             for sentence in refused.values():
                 log.warning(sentence)
-        problem, refused = self.world.share((problem, refused))
+        problem, refused = self.world.broadcast_object((problem, refused))
         if problem:
             raise problem
         found = self._spread(found)
         self.newest = found.name if found else None
-        return Loaded(found.name, found.step, found.tree, found.best, [*refused.values()]) if found else None
+        return (
+            Loaded(found.name, found.step, upgrade_checkpoint(found.tree), found.best, [*refused.values()])
+            if found
+            else None
+        )
 
     def _spread(self, found: Snapshot | None) -> Snapshot | None:
         """The lead's snapshot on every rank."""
         if self.world.size == 1:
             return found
         facts = (found.name, found.step, found.best, found.state, len(found.tensors)) if found else None
-        facts = self.world.share(facts)
+        facts = self.world.broadcast_object(facts)
         if facts is None:
             return None
         data = found.tensors if found else bytearray(facts[4])
@@ -264,11 +269,11 @@ def read_checkpoint(url: str | Path, best: bool = False) -> Loaded:
         for sentence in refused.values():
             log.warning(sentence)
         if found:
-            return Loaded(found.name, found.step, found.tree, found.best, [*refused.values()])
+            return Loaded(found.name, found.step, upgrade_checkpoint(found.tree), found.best, [*refused.values()])
     if store.size(MANIFEST) is not None:
         try:
             one = file_format.read(store, "")
-            return Loaded(store.url.rsplit("/", 1)[-1], one.step, one.tree, one.best)
+            return Loaded(store.url.rsplit("/", 1)[-1], one.step, upgrade_checkpoint(one.tree), one.best)
         except Damaged as error:
             raise UserError(f"The checkpoint {store} cannot be used: {error}. Take another one.") from None
     raise UserError(f"There is no checkpoint in {store}. Give the output folder of a run, or a folder step-….")

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from shards.base.errors import UserError
-from shards.base.storage import LocalStore, RemoteStore, Store, patiently
+from shards.base.storage import LocalStore, RemoteStore, Store, with_retries
 
 FORMAT = 1
 TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
@@ -259,7 +259,7 @@ def _remote_names(store: RemoteStore) -> list[str]:
 def listed(store: Store) -> list[str]:
     """Names of everything that looks like a checkpoint, oldest first."""
     if isinstance(store, RemoteStore):
-        names = patiently(lambda: _remote_names(store), repr(store))
+        names = with_retries(lambda: _remote_names(store), repr(store))
     else:
         root = local(store)
         names = [entry.name for entry in os.scandir(root) if entry.is_dir()] if root.is_dir() else []

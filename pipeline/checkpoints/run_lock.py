@@ -25,12 +25,12 @@ def lock(output: str | Path, world: World | None = None, patience: float = 2.0) 
     """
     world = world or World()
     problem: str | None = None
-    if world.leads:
+    if world.is_main:
         try:
             _take(Path(output), patience)
         except UserError as error:
             problem = str(error)
-    if problem := world.share(problem):
+    if problem := world.broadcast_object(problem):
         raise UserError(problem)
 
 

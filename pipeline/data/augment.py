@@ -1,7 +1,7 @@
 """What happens to a batch of uint8 pictures on the device: normalisation, and AugMix for strong views.
 
 All 13 operations of AugMix (Hendrycks et al., ICLR 2020) are batched over samples and give Pillow's bytes.
-What is done to which sample is decided on the host from keyed random numbers (`plan`), so the device never
+What is done to which sample is decided on the host from keyed random numbers (`draw_augmix`), so the device never
 has to answer a question and results do not depend on the number of ranks.
 
 Shapes: B samples, C chains, D = 3 operations at most in a chain, pictures (B, 3, S, S) uint8.
@@ -208,23 +208,23 @@ OPERATIONS: dict[str, Operation] = {
 
 
 @dataclass
-class Plan:
+class AugMixDraws:
     """What AugMix does to a batch: output = coefficients[0] * picture + sum_c coefficients[1+c] * chain_c.
 
-    A stroke is one kind of operation on some rows of the batch. All strokes of all chains lie in two tensors,
+    A stroke is one kind of operation on some rows of the batch. All operations of all chains lie in two tensors,
     so that little has to travel and the device need not be asked how long anything is.
     """
 
     coefficients: Tensor  # (B, 1+C) float32
     rows: Tensor  # (R,) int64
     parameters: Tensor  # (R, 6) float64; a single parameter stands in the first column
-    chains: list[list[tuple[Apply, slice]]]  # strokes, in order: what to do, and its part of rows and parameters
+    chains: list[list[tuple[Apply, slice]]]  # operations, in order: what to do, and its part of rows and parameters
 
-    def to(self, move: Callable[[Tensor], Tensor]) -> Plan:
-        return Plan(move(self.coefficients), move(self.rows), move(self.parameters), self.chains)
+    def to(self, move: Callable[[Tensor], Tensor]) -> AugMixDraws:
+        return AugMixDraws(move(self.coefficients), move(self.rows), move(self.parameters), self.chains)
 
 
-def plan(uniforms: np.ndarray, size: int, reading: str, severity: float) -> Plan:
+def draw_augmix(uniforms: np.ndarray, size: int, reading: str, severity: float) -> AugMixDraws:
     """uniforms (B, DRAWS) to a plan.
 
     reading=original: three chains, as published. reading=released: the authors' code mixes only the last of
@@ -243,18 +243,18 @@ def plan(uniforms: np.ndarray, size: int, reading: str, severity: float) -> Plan
     done = 0
     for chain in range(table.shape[1]):
         length = 1 + np.floor(table[:, chain, 0] * DEPTH)
-        strokes = []
+        operations = []
         for depth in range(DEPTH):
             kind, level, sign = table[:, chain, 1 + 3 * depth : 4 + 3 * depth].T
             kind = np.where(depth < length, np.floor(kind * len(OPERATIONS)), -1).astype(int)
             level = 0.1 + (severity - 0.1) * level
-            for apply, who, how in _strokes(kind, level, np.where(sign > 0.5, -1.0, 1.0), size):
-                strokes.append((apply, slice(done, done + len(who))))
+            for apply, who, how in _by_operation(kind, level, np.where(sign > 0.5, -1.0, 1.0), size):
+                operations.append((apply, slice(done, done + len(who))))
                 rows.append(who)
                 parameters.append(how)
                 done += len(who)
-        chains.append(strokes)
-    return Plan(
+        chains.append(operations)
+    return AugMixDraws(
         torch.from_numpy(coefficients).float(),
         torch.from_numpy(np.concatenate(rows or [np.zeros(0, np.int64)])),
         torch.from_numpy(np.concatenate(parameters or [np.zeros((0, 6))])),
@@ -262,7 +262,7 @@ def plan(uniforms: np.ndarray, size: int, reading: str, severity: float) -> Plan
     )
 
 
-def _strokes(
+def _by_operation(
     kind: np.ndarray, level: np.ndarray, sign: np.ndarray, size: int
 ) -> Iterator[tuple[Apply, np.ndarray, np.ndarray]]:
     """(what, rows, parameters (n, 6)): rows with the same work together, all geometric operations as one."""
@@ -280,13 +280,13 @@ def _strokes(
 # -- on the device -------------------------------------------------------------------------------------------
 
 
-def augmix(pictures: Tensor, todo: Plan) -> tuple[Tensor, Tensor]:
+def augmix(pictures: Tensor, todo: AugMixDraws) -> tuple[Tensor, Tensor]:
     """((B, 3, S, S) float32 mixture in levels of 0..255, (B,) float32 sum of its coefficients)."""
     weights = todo.coefficients.t()[:, :, None, None, None]  # (1+C, B, 1, 1, 1)
     mixture = weights[0] * pictures
-    for weight, strokes in zip(weights[1:], todo.chains):
+    for weight, operations in zip(weights[1:], todo.chains):
         chain = pictures.clone()
-        for apply, part in strokes:
+        for apply, part in operations:
             rows = todo.rows[part]
             chain.index_copy_(0, rows, apply(chain.index_select(0, rows), todo.parameters[part]))
         mixture += weight * chain

@@ -35,13 +35,13 @@ class TrainingSet:
         """Given labels of some samples, int64, where their index is."""
         return torch.from_numpy(self.given)[index.cpu()].to(index.device, torch.long)
 
-    def shuffled(self, tick: int, subset: np.ndarray | None = None, stream: int = 0) -> np.ndarray:
-        """Every sample (of the subset) once, in the order of this tick."""
-        return sampling.shuffled(len(self), self.seed, tick, stream, subset, self.shard_sizes, self.shuffle_window)
+    def shuffled(self, order_key: int, subset: np.ndarray | None = None, stream: int = 0) -> np.ndarray:
+        """Every sample (of the subset) once, in the order of this key."""
+        return sampling.shuffled(len(self), self.seed, order_key, stream, subset, self.shard_sizes, self.shuffle_window)
 
-    def balanced(self, tick: int, length: int, stream: int = 0) -> np.ndarray:
+    def balanced(self, order_key: int, length: int, stream: int = 0) -> np.ndarray:
         """`length` samples, every class equally often, cycling inside a class."""
-        return sampling.balanced(self.given, self.classes, self.seed, tick, length, stream)
+        return sampling.balanced(self.given, self.classes, self.seed, order_key, length, stream)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Batch:
     valid: Tensor  # (B,) float32, 1 or 0
     views: dict[str, Tensor]  # name -> (B,3,H,W) float32, normalised
     rows: tuple[int, ...]  # how many rows each rank holds in this step
-    key: tuple[int, ...]  # (seed, tick, step): the same on every rank
+    key: tuple[int, ...]  # (seed, order_key, step): the same on every rank
     groups: Tensor  # (B,) int64, mixing group of each row; groups never cross ranks
     share: float = 1.0  # this micro-batch's part of its global batch, by rows over all ranks
     last: bool = True  # whether the optimiser steps after this micro-batch

@@ -31,7 +31,7 @@ def resize(picture: np.ndarray, height: int, width: int) -> np.ndarray:
     return scaled[0].permute(1, 2, 0).numpy()
 
 
-def centre(picture: np.ndarray, short: int, size: int) -> np.ndarray:
+def center_crop(picture: np.ndarray, short: int, size: int) -> np.ndarray:
     """Short side scaled to `short`, then the middle square of `size`."""
     height, width = picture.shape[:2]
     if max(height, width) > 4 * min(height, width):  # a ribbon: scaled whole it might fill the memory
@@ -81,28 +81,28 @@ class Views:
         ratio = np.exp((2 * tries[:, 1] - 1) * math.log(4 / 3))
         return np.concatenate([uniforms[:, :3], np.sqrt(area * ratio), np.sqrt(area / ratio)], 1)
 
-    def cut(self, picture: np.ndarray, choices: np.ndarray | None, out: np.ndarray) -> None:
+    def crop(self, picture: np.ndarray, choices: np.ndarray | None, out: np.ndarray) -> None:
         """Write a view into out (size, size, 3). choices: a row of `choices`, or None for the test view."""
         config = self.config
         if choices is None:
-            out[:] = centre(picture, self.short, config.size)
+            out[:] = center_crop(picture, self.short, config.size)
             return
         if config.crop == "pad":
             view = self._shifted(picture, choices)
         else:
-            top, left, height, width = crop_box(picture.shape[0], picture.shape[1], choices)
+            top, left, height, width = random_resized_crop_box(picture.shape[0], picture.shape[1], choices)
             view = resize(picture[top : top + height, left : left + width], config.size, config.size)
         out[:] = view[:, ::-1] if config.flip and choices[0] < 0.5 else view
 
     def _shifted(self, picture: np.ndarray, choices: np.ndarray) -> np.ndarray:
         size, padding = self.config.size, self.config.padding
         padded = np.zeros((size + 2 * padding, size + 2 * padding, 3), np.uint8)
-        padded[padding : padding + size, padding : padding + size] = centre(picture, size, size)
+        padded[padding : padding + size, padding : padding + size] = center_crop(picture, size, size)
         top, left = int(choices[1] * (2 * padding + 1)), int(choices[2] * (2 * padding + 1))
         return padded[top : top + size, left : left + size]
 
 
-def crop_box(height: int, width: int, choices: np.ndarray) -> tuple[int, int, int, int]:
+def random_resized_crop_box(height: int, width: int, choices: np.ndarray) -> tuple[int, int, int, int]:
     """(top, left, height, width) of a random resized crop with torchvision's law.
 
     Area uniform, ratio log-uniform. Ten tries, then the largest central crop of an allowed ratio.

@@ -22,7 +22,7 @@ import torch
 
 from pipeline.config import DataConfig
 from pipeline.data.loader import Filled, Loader, Part, Samples
-from pipeline.data.partition import Micro
+from pipeline.data.partition import MicroBatch
 from pipeline.distributed.world import World
 from shards.base.errors import UserError
 
@@ -48,14 +48,14 @@ class BetonLoader(Loader):
             torch.set_num_threads(threads)  # FFCV changes it for the whole process
 
     def _fill(
-        self, todo: Iterator[Micro], views: tuple[str, ...], tick: int, foretell: Callable[[np.ndarray], None]
+        self, todo: Iterator[MicroBatch], views: tuple[str, ...], order_key: int, prefetch: Callable[[np.ndarray], None]
     ) -> Generator[Filled]:
-        cutting = self._cutting(list(todo), views, tick)
+        cutting = self._cutting(list(todo), views, order_key)
         coordinator = ThreadPoolExecutor(1, thread_name_prefix="decode")
         pending: deque[Future[Filled | None]] = deque()
         try:
             while True:
-                while len(pending) <= self.config.ahead:
+                while len(pending) <= self.config.prefetch:
                     pending.append(coordinator.submit(next, cutting, None))
                 start = time.perf_counter()
                 filled = pending.popleft().result()
@@ -67,7 +67,7 @@ class BetonLoader(Loader):
             coordinator.shutdown(wait=True, cancel_futures=True)
             cutting.close()
 
-    def _cutting(self, micros: list[Micro], views: tuple[str, ...], tick: int) -> Generator[Filled]:
+    def _cutting(self, micros: list[MicroBatch], views: tuple[str, ...], order_key: int) -> Generator[Filled]:
         """Pictures arrive in the order of all rows of all micro-batches, in runs of FFCV's own length."""
         samples = np.concatenate([rows.index for micro in micros for rows in micro.parts] or [np.zeros(0)])
         arrivals = self._source.decoded(samples)
@@ -76,12 +76,12 @@ class BetonLoader(Loader):
         run, used = np.zeros((0, 0), np.uint8), 0
         try:
             for micro in micros:
-                parts = [self._draw(rows, views, tick) for rows in micro.parts]
+                parts = [self._draw_random(rows, views, order_key) for rows in micro.parts]
                 for part, row in [(p, row) for p in parts for row in range(len(p.rows.index))]:
                     if used == len(run):
                         _finish(work)  # FFCV writes over a run when the next one is asked for
                         run, used = next(arrivals), 0
-                    work.append(pool.submit(self._cut_row, part, row, run[used]))
+                    work.append(pool.submit(self._crop_row, part, row, run[used]))
                     used += 1
                 _finish(work)
                 yield micro, parts
@@ -89,12 +89,12 @@ class BetonLoader(Loader):
             pool.shutdown(wait=True, cancel_futures=True)
             arrivals.close()
 
-    def _cut_row(self, part: Part, row: int, flat: np.ndarray) -> None:
+    def _crop_row(self, part: Part, row: int, flat: np.ndarray) -> None:
         height, width = self._source.shape(int(part.rows.index[row]))
         if flat[-1]:  # broken, or merely odd: the decoder of the tars decides
             self._decode_row(part, row, self._source.encoded(int(part.rows.index[row])))
         else:
-            self._cut(part, row, flat[: height * width * 3].reshape(height, width, 3))
+            self._crop_views(part, row, flat[: height * width * 3].reshape(height, width, 3))
 
 
 def _finish(work: list[Future[None]]) -> None:

@@ -1,4 +1,4 @@
-"""Random numbers by key: drawn from (seed, tick, index, view, draw), never from threads, workers or ranks."""
+"""Random numbers by key: drawn from (seed, order_key, index, view, draw), never from threads, workers or ranks."""
 
 from __future__ import annotations
 

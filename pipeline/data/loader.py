@@ -22,10 +22,10 @@ from torch import Tensor
 from pipeline.config import DataConfig
 from pipeline.data import augment, sampling
 from pipeline.data.batch import Batch, Pass
-from pipeline.data.crops import DRAWS, GREY, Views, centre
+from pipeline.data.crops import DRAWS, GREY, Views, center_crop
 from pipeline.data.decode import DecodeError, decode
 from pipeline.data.keyed_random import uniform
-from pipeline.data.partition import Micro, Rows, micro_batches, survey_batches
+from pipeline.data.partition import MicroBatch, RankBatch, micro_batches, survey_batches
 from pipeline.distributed.world import World
 from shards.base.errors import UserError
 
@@ -42,24 +42,24 @@ class Samples(Protocol):
     def shard_sizes(self) -> Sequence[int]: ...
     def __len__(self) -> int: ...
     def read(self, index: int) -> Any: ...
-    def will_need(self, shards: Any) -> None: ...
+    def prefetch(self, shards: Any) -> None: ...
 
 
 @dataclass
 class Part:
     """Rows with their random choices drawn, and room for their pixels."""
 
-    rows: Rows
+    rows: RankBatch
     views: tuple[str, ...]
     choices: dict[str, np.ndarray]  # random views -> (B, DRAWS)
-    plans: dict[str, augment.Plan]  # strong views
+    plans: dict[str, augment.AugMixDraws]  # strong views
     buffer: Tensor  # uint8, at least as long as the pixels
     pixels: Tensor  # (V, B, S, S, 3) uint8, in the buffer
     bad: dict[int, str] = field(default_factory=dict)  # row -> reason
     cut_short: list[int] = field(default_factory=list)  # rows
 
 
-Filled = tuple[Micro, list[Part]]
+Filled = tuple[MicroBatch, list[Part]]
 
 
 def open_loader(split: Samples, config: DataConfig, seed: int, world: World, accumulate: int = 1) -> Loader:
@@ -76,7 +76,7 @@ def _constants(values: Sequence[float], world: World) -> Tensor:
 
 
 class Loader:
-    """Batches of one split. Its whole state is the (tick, step) the caller asks for."""
+    """Batches of one split. Its whole state is the (order_key, step) the caller asks for."""
 
     def __init__(self, split: Samples, config: DataConfig, seed: int, world: World, accumulate: int = 1) -> None:
         self.split, self.config, self.seed = split, config, seed
@@ -97,22 +97,22 @@ class Loader:
         self._pinned = world.device.type == "cuda"
         self._free: list[tuple[Tensor, torch.cuda.Event | None]] = []  # pixel buffers to use again
 
-    def steps(self, walk: Pass) -> int:
+    def steps(self, pass_: Pass) -> int:
         """Optimiser steps of a pass."""
-        return sampling.steps(len(walk.order), walk.batch or self.config.batch)
+        return sampling.steps(len(pass_.order), pass_.batch or self.config.batch)
 
-    def batches(self, walk: Pass, tick: int, first_step: int = 0) -> Iterator[Batch]:
+    def batches(self, pass_: Pass, order_key: int, first_step: int = 0) -> Iterator[Batch]:
         """This rank's micro-batches from `first_step` on."""
         config, world = self.config, self.world
-        allowed = int(np.ceil(config.max_bad * len(walk.order) / world.size))
+        allowed = int(np.ceil(config.max_bad * len(pass_.order) / world.size))
         failed: dict[int, str] = {}
-        todo = micro_batches(walk, config.batch, self.accumulate, config.mix_group, world.rank, world.size, first_step)
-        with closing(self._fill(todo, walk.views, tick, self._foretell(walk.order, walk.beside))) as filled:
+        todo = micro_batches(pass_, config.batch, self.accumulate, config.mix_group, world.rank, world.size, first_step)
+        with closing(self._fill(todo, pass_.views, order_key, self._prefetcher(pass_.order, pass_.beside))) as filled:
             for micro, parts in filled:
-                failed.update(self._note(parts))
+                failed.update(self._mask_undecodable(parts))
                 if len(failed) > allowed:
-                    raise self._too_many(failed, len(walk.order))
-                batch, *beside = [self._batch(micro, part, tick) for part in parts]
+                    raise self._too_many(failed, len(pass_.order))
+                batch, *beside = [self._batch(micro, part, order_key) for part in parts]
                 batch.beside = beside[0] if beside else None
                 yield batch
 
@@ -121,30 +121,30 @@ class Loader:
 
         Test view; nothing is padded or repeated.
         """
-        mine = self.world.slice_of(len(self.given))
+        mine = self.world.rank_slice(len(self.given))
         rows = slice(mine.start + first_row, mine.stop)
         todo = survey_batches(rows, max(1, self.config.batch // self.world.size))
-        foretell = self._foretell(np.arange(rows.start, rows.stop), None)
-        with closing(self._fill(todo, ("test",), 0, foretell)) as filled:
+        prefetch = self._prefetcher(np.arange(rows.start, rows.stop), None)
+        with closing(self._fill(todo, ("test",), 0, prefetch)) as filled:
             for micro, parts in filled:
-                self._note(parts)
+                self._mask_undecodable(parts)
                 batch = self._batch(micro, parts[0], 0)
                 yield batch.index, batch.views["test"]
 
     # -- pixels --------------------------------------------------------------------------------------------
 
     def _fill(
-        self, todo: Iterator[Micro], views: tuple[str, ...], tick: int, foretell: Callable[[np.ndarray], None]
+        self, todo: Iterator[MicroBatch], views: tuple[str, ...], order_key: int, prefetch: Callable[[np.ndarray], None]
     ) -> Generator[Filled]:
-        """Micro-batches in order with their pixels, `ahead` more in work while the consumer has one."""
+        """Micro-batches in order with their pixels, `prefetch` more in work while the consumer has one."""
         pool = ThreadPoolExecutor(self.config.threads, thread_name_prefix="decode")
         pending: deque[tuple[Filled, list[Future[None]]]] = deque()
         try:
             while True:
-                while len(pending) <= self.config.ahead and (micro := next(todo, None)) is not None:
-                    parts = [self._draw(rows, views, tick) for rows in micro.parts]
+                while len(pending) <= self.config.prefetch and (micro := next(todo, None)) is not None:
+                    parts = [self._draw_random(rows, views, order_key) for rows in micro.parts]
                     for rows in micro.parts:
-                        foretell(rows.index)
+                        prefetch(rows.index)
                     work = [f for part in parts for f in self._spread(pool, self._decode, part)]
                     pending.append(((micro, parts), work))
                 if not pending:
@@ -164,20 +164,20 @@ class Loader:
         run = -(-n // self.config.threads)
         return [pool.submit(work, part, range(start, min(start + run, n))) for start in range(0, n, run)]
 
-    def _draw(self, rows: Rows, views: tuple[str, ...], tick: int) -> Part:
+    def _draw_random(self, rows: RankBatch, views: tuple[str, ...], order_key: int) -> Part:
         """All random choices. A sample that comes again in a pass gets other ones."""
         config = self.config
         choices, plans = {}, {}
         ident = rows.index + len(self.given) * rows.seen
         for name in views:
-            key = (self.seed, tick, rows.stream, crc32(name.encode()))
+            key = (self.seed, order_key, rows.stream, crc32(name.encode()))
             if name.startswith(("weak", "strong")):
                 choices[name] = self.views.choices(uniform(key, ident, DRAWS))
             elif name != "test":
                 raise ValueError(f"a view is called weak..., strong... or test, not {name}")
             if name.startswith("strong") and config.augmix != "none":
                 draws = uniform((*key, _AUGMIX), ident, augment.DRAWS)
-                plans[name] = augment.plan(draws, config.size, config.augmix, config.augmix_severity)
+                plans[name] = augment.draw_augmix(draws, config.size, config.augmix, config.augmix_severity)
         shape = (len(views), len(rows.index), config.size, config.size, 3)
         buffer = self._buffer(int(np.prod(shape)))
         return Part(rows, views, choices, plans, buffer, buffer[: int(np.prod(shape))].view(shape))
@@ -186,7 +186,7 @@ class Loader:
         for row in rows:
             index = int(part.rows.index[row])
             if self._has is not None and self._has[index]:
-                self._cut(part, row, self._kept[index])
+                self._crop_views(part, row, self._kept[index])
             else:
                 self._decode_row(part, row, self.split.read(index))
 
@@ -201,33 +201,33 @@ class Loader:
             part.cut_short.append(row)
         if self._has is not None:
             index = int(part.rows.index[row])
-            self._kept[index] = picture = centre(picture, self.config.size, self.config.size)
+            self._kept[index] = picture = center_crop(picture, self.config.size, self.config.size)
             self._has[index] = True
-        self._cut(part, row, picture)
+        self._crop_views(part, row, picture)
 
-    def _cut(self, part: Part, row: int, picture: np.ndarray) -> None:
+    def _crop_views(self, part: Part, row: int, picture: np.ndarray) -> None:
         """All views of a row from its picture."""
         out = part.pixels.numpy()
         for number, name in enumerate(part.views):
             choices = part.choices[name][row] if name in part.choices else None
-            self.views.cut(picture, choices, out[number, row])
+            self.views.crop(picture, choices, out[number, row])
 
-    def _foretell(self, walk: np.ndarray, beside: np.ndarray | None) -> Callable[[np.ndarray], None]:
+    def _prefetcher(self, order: np.ndarray, beside: np.ndarray | None) -> Callable[[np.ndarray], None]:
         """A function of samples about to be read: tells the split what follows when they open a new shard."""
         ends = np.cumsum(np.asarray(self.split.shard_sizes))
-        orders = [walk] if beside is None else [walk, beside]
+        orders = [order] if beside is None else [order, beside]
         uses = np.concatenate([np.searchsorted(ends, samples, side="right") for samples in orders])
         numbers, first = np.unique(uses, return_index=True)
         waiting = dict.fromkeys(numbers[np.argsort(first)].tolist())  # in order of first use
 
-        def foretell(samples: np.ndarray) -> None:
+        def prefetch(samples: np.ndarray) -> None:
             opened = set(np.searchsorted(ends, samples, side="right").tolist()) & waiting.keys()
             if opened:
-                self.split.will_need(list(waiting))
+                self.split.prefetch(list(waiting))
                 for number in opened:
                     del waiting[number]
 
-        return foretell
+        return prefetch
 
     def _buffer(self, need: int) -> Tensor:
         if self._free:
@@ -248,43 +248,43 @@ class Loader:
 
     # -- on the device -------------------------------------------------------------------------------------
 
-    def _batch(self, micro: Micro, part: Part, tick: int) -> Batch:
+    def _batch(self, micro: MicroBatch, part: Part, order_key: int) -> Batch:
         rows = part.rows
         views = {
-            name: self._picture(name, part.pixels[number], part.plans.get(name))
+            name: self._to_input(name, part.pixels[number], part.plans.get(name))
             for number, name in enumerate(part.views)
         }
         self._release(part)
         return Batch(
-            index=self._move(rows.index),
-            label=self._move(self.given[rows.index].astype(np.int64)),
-            valid=self._move(rows.valid),
+            index=self._to_device(rows.index),
+            label=self._to_device(self.given[rows.index].astype(np.int64)),
+            valid=self._to_device(rows.valid),
             views=views,
             rows=rows.held,
-            key=(self.seed, tick, micro.step),
-            groups=self._move(rows.groups),
+            key=(self.seed, order_key, micro.step),
+            groups=self._to_device(rows.groups),
             share=micro.share,
             last=micro.last,
         )
 
-    def _picture(self, name: str, pixels: Tensor, todo: augment.Plan | None) -> Tensor:
+    def _to_input(self, name: str, pixels: Tensor, todo: augment.AugMixDraws | None) -> Tensor:
         """(B, S, S, 3) uint8 on the host to (B, 3, S, S) float32 on the device."""
         levels = pixels.to(self.world.device, non_blocking=True).permute(0, 3, 1, 2).contiguous()
         if not name.startswith("strong"):
             return augment.normalise(levels, self._mean, self._std)
         if todo is None:
             return augment.normalise(levels, self._strong_mean, self._strong_std)
-        mixture, total = augment.augmix(levels, todo.to(self._move))
+        mixture, total = augment.augmix(levels, todo.to(self._to_device))
         return augment.normalise(mixture, self._strong_mean, self._strong_std, total)
 
-    def _move(self, value: np.ndarray | Tensor) -> Tensor:
+    def _to_device(self, value: np.ndarray | Tensor) -> Tensor:
         """To the device without making the host wait for it: that takes pinned memory."""
         tensor = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
         return (tensor.pin_memory() if self._pinned else tensor).to(self.world.device, non_blocking=True)
 
     # -- what went wrong -----------------------------------------------------------------------------------
 
-    def _note(self, parts: list[Part]) -> dict[int, str]:
+    def _mask_undecodable(self, parts: list[Part]) -> dict[int, str]:
         """Mask and remember the bad pictures; returns those that should have counted."""
         found: dict[int, str] = {}
         for part in parts:

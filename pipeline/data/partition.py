@@ -15,7 +15,7 @@ MAIN, BESIDE = 0, 1  # streams of a pass
 
 
 @dataclass(frozen=True)
-class Rows:
+class RankBatch:
     """This rank's rows of one stream in one micro-batch."""
 
     stream: int
@@ -27,20 +27,20 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Micro:
+class MicroBatch:
     """One micro-batch: the main stream's rows, then those of the stream beside it, if there is one."""
 
     step: int
     share: float  # of the global batch, by rows over all ranks
     last: bool
-    parts: tuple[Rows, ...]
+    parts: tuple[RankBatch, ...]
 
 
-class Stream:
+class SampleStream:
     """An order of samples and how it is cut. The one beside goes round as often as needed."""
 
-    def __init__(self, number: int, walk: np.ndarray, batch: int, accumulate: int, mix_group: int) -> None:
-        self.number, self.order, self.batch = number, np.asarray(walk, np.int64), batch
+    def __init__(self, number: int, order: np.ndarray, batch: int, accumulate: int, mix_group: int) -> None:
+        self.number, self.order, self.batch = number, np.asarray(order, np.int64), batch
         self.group = min(mix_group, max(1, batch // accumulate))  # a micro-batch holds at least one group
         self.seen = sampling.occurrence(self.order)
         self.turn = int(self.seen.max(initial=0)) + 1  # by how much `seen` grows when the order goes round
@@ -55,7 +55,7 @@ class Stream:
     def groups(self, n: int) -> int:
         return -(-n // self.group)
 
-    def rows(self, positions: np.ndarray, micro: slice, rank: int, world: int) -> Rows:
+    def rows(self, positions: np.ndarray, micro: slice, rank: int, world: int) -> RankBatch:
         """What `rank` holds of the rows `micro` of a global batch."""
         n = micro.stop - micro.start
         slices = [sampling.rank_rows(n, r, world, self.group) for r in range(world)]
@@ -67,7 +67,7 @@ class Stream:
         groups = place // self.group
         groups[real:] = self.groups(len(positions))  # a group of their own: nothing real mixes with them
         turns, at = np.divmod(positions[place], len(self.order))
-        return Rows(
+        return RankBatch(
             self.number,
             index=self.order[at],
             seen=self.seen[at] + turns * self.turn,
@@ -78,14 +78,14 @@ class Stream:
 
 
 def micro_batches(
-    walk: Pass, batch: int, accumulate: int, mix_group: int, rank: int, world: int, first_step: int = 0
-) -> Iterator[Micro]:
+    pass_: Pass, batch: int, accumulate: int, mix_group: int, rank: int, world: int, first_step: int = 0
+) -> Iterator[MicroBatch]:
     """All that `rank` does in a pass from `first_step` on; every rank gets equally many micro-batches."""
-    batch = walk.batch or batch
-    streams = [Stream(MAIN, walk.order, batch, accumulate, mix_group)]
-    if walk.beside is not None and len(walk.beside):
-        streams.append(Stream(BESIDE, walk.beside, walk.beside_batch or batch, accumulate, mix_group))
-    for step in range(first_step, sampling.steps(len(walk.order), batch)):
+    batch = pass_.batch or batch
+    streams = [SampleStream(MAIN, pass_.order, batch, accumulate, mix_group)]
+    if pass_.beside is not None and len(pass_.beside):
+        streams.append(SampleStream(BESIDE, pass_.beside, pass_.beside_batch or batch, accumulate, mix_group))
+    for step in range(first_step, sampling.steps(len(pass_.order), batch)):
         whole = [stream.positions(step) for stream in streams]
         # All streams are cut into the same number of micro-batches, none of them empty.
         parts = min(accumulate, *(stream.groups(len(p)) for stream, p in zip(streams, whole)))
@@ -93,12 +93,12 @@ def micro_batches(
         for number in range(parts):
             held = tuple(s.rows(p, cut[number], rank, world) for s, p, cut in zip(streams, whole, cuts))
             main = cuts[0][number]
-            yield Micro(step, (main.stop - main.start) / len(whole[0]), number == parts - 1, held)
+            yield MicroBatch(step, (main.stop - main.start) / len(whole[0]), number == parts - 1, held)
 
 
-def survey_batches(rows: slice, batch: int) -> Iterator[Micro]:
+def survey_batches(rows: slice, batch: int) -> Iterator[MicroBatch]:
     """A contiguous run of samples in index order, nothing padded."""
     for start in range(rows.start, rows.stop, batch):
         index = np.arange(start, min(start + batch, rows.stop))
         blank = np.zeros(len(index), np.int64)
-        yield Micro(0, 1.0, True, (Rows(MAIN, index, blank, np.ones(len(index), np.float32), blank, ()),))
+        yield MicroBatch(0, 1.0, True, (RankBatch(MAIN, index, blank, np.ones(len(index), np.float32), blank, ()),))

@@ -1,8 +1,8 @@
 """Which samples, in which order, on which rank: pure functions of a few integers.
 
-A global batch is cut into groups of consecutive rows. Micro-batches and ranks take contiguous runs of whole
+A global batch is cut into groups of consecutive rows. MicroBatch-batches and ranks take contiguous runs of whole
 groups, so the same groups exist for any number of ranks, and all ranks together give back the global batch.
-The state of a walk is (tick, step): resuming is calling the same functions from that step on.
+The state of a walk is (order_key, step): resuming is calling the same functions from that step on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SHUFFLED, _BALANCED = 1, 2  # keep the two kinds of order apart in the key spac
 def shuffled(
     n: int,
     seed: int,
-    tick: int,
+    order_key: int,
     stream: int = 0,
     subset: np.ndarray | None = None,
     shard_sizes: Sequence[int] = (),
@@ -30,7 +30,7 @@ def shuffled(
     With `window`, shards are shuffled, and samples only among `window` neighbouring shards of that order:
     whoever walks it needs at most that many shards at hand.
     """
-    rng = keyed_generator(seed, tick, stream, 0, _SHUFFLED)
+    rng = keyed_generator(seed, order_key, stream, 0, _SHUFFLED)
     if not window:
         return rng.permutation(n if subset is None else np.asarray(subset, np.int64)).astype(np.int64, copy=False)
     ends = np.cumsum(np.asarray(shard_sizes, np.int64))  # (S,) sample indices run through the shards in order
@@ -47,12 +47,12 @@ def shuffled(
     return np.concatenate(parts)
 
 
-def balanced(given: np.ndarray, classes: int, seed: int, tick: int, length: int, stream: int = 0) -> np.ndarray:
+def balanced(given: np.ndarray, classes: int, seed: int, order_key: int, length: int, stream: int = 0) -> np.ndarray:
     """`length` samples in rounds; a round holds every class that has samples once, in random order.
 
     Inside a class the members are walked in shuffled order, all of them before any comes again.
     """
-    rng = keyed_generator(seed, tick, stream, 0, _BALANCED)
+    rng = keyed_generator(seed, order_key, stream, 0, _BALANCED)
     members = [np.flatnonzero(given == k) for k in range(classes)]
     members = [m for m in members if len(m)]
     if not members:

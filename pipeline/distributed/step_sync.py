@@ -15,43 +15,43 @@ from pipeline.distributed.world import World
 T = TypeVar("T")
 
 
-class Stopped(Exception):
+class TrainingStopped(Exception):
     """All ranks agreed to stop; the state is consistent and can be saved."""
 
 
-class Wish(Protocol):
+class StopSource(Protocol):
     """Something that may ask for a stop, with a reason."""
 
     @property
     def wanted(self) -> str | None: ...
 
 
-class Pulse:
-    def __init__(self, world: World, wish: Wish | None = None) -> None:
-        self.world, self.wish = world, wish
+class StepSync:
+    def __init__(self, world: World, stop_source: StopSource | None = None) -> None:
+        self.world, self.stop_source = world, stop_source
         self.busy = torch.zeros(world.size, dtype=torch.float64)  # seconds of own work per rank since the last report
 
-    def beat(self, busy_seconds: float = 0.0, raised: bool = True) -> bool:
-        """Called by all ranks together. Raises Stopped on all of them or on none; says whether anybody raised a hand."""
-        reason = self.wish.wanted if self.wish else None
+    def sync(self, busy_seconds: float = 0.0, raised: bool = True) -> bool:
+        """Called by all ranks together. Raises TrainingStopped on all of them or on none; says whether anybody raised a hand."""
+        reason = self.stop_source.wanted if self.stop_source else None
         said = torch.zeros(2 + self.world.size, dtype=torch.float64)
         said[0], said[1], said[2 + self.world.rank] = float(reason is not None), float(raised), busy_seconds
-        said = self.world.sum(said)
+        said = self.world.all_reduce_sum(said)
         self.busy += said[2:]
         if said[0] > 0:
-            raise Stopped(reason or "another rank was asked to stop")
+            raise TrainingStopped(reason or "another rank was asked to stop")
         return bool(said[1] > 0)
 
-    def in_step(self, own: Iterable[T]) -> Iterator[T | None]:
+    def keep_pace(self, own: Iterable[T]) -> Iterator[T | None]:
         """Own batches, then None while other ranks still have some: every rank makes the same number of turns."""
         batches = iter(own)
         while True:
             item = next(batches, None)
-            if not self.beat(raised=item is not None):
+            if not self.sync(raised=item is not None):
                 return
             yield item
 
-    def straggler(self) -> tuple[int, float] | None:
+    def slowest_rank(self) -> tuple[int, float] | None:
         """(rank, ratio to the median) of the slowest rank since the last call, if it stands out."""
         busy, self.busy = self.busy, torch.zeros_like(self.busy)
         slowest = int(busy.argmax())

@@ -49,10 +49,10 @@ class World:
     device: torch.device = CPU
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         return self.rank == 0
 
-    def sum(self, value: Tensor) -> Tensor:
+    def all_reduce_sum(self, value: Tensor) -> Tensor:
         """Sum over ranks, without gradient; a new tensor."""
         value = value.detach().clone()
         if self.size > 1:
@@ -60,23 +60,23 @@ class World:
             dist.all_reduce(value)
         return value
 
-    def max(self, value: Tensor) -> Tensor:
+    def all_reduce_max(self, value: Tensor) -> Tensor:
         value = value.detach().clone()
         if self.size > 1:
             arrive()
             dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return value
 
-    def mean_over(self, values: Tensor, weights: Tensor) -> Tensor:
+    def global_mean(self, values: Tensor, weights: Tensor) -> Tensor:
         """Weighted mean over the samples of ALL ranks, scaled for engines that average gradients over ranks.
 
         values, weights: (B,) of this rank. DDP divides gradients by the number of ranks R, so each rank returns
         R * sum_local(w*v) / sum_global(w); the average over ranks of what is returned is the global mean.
         """
-        total = self.sum(weights.sum()).clamp_min(1e-8)
+        total = self.all_reduce_sum(weights.sum()).clamp_min(1e-8)
         return self.size * (weights * values).sum() / total
 
-    def gather_rows(self, value: Tensor, rows: Sequence[int], grad: bool = False) -> Tensor:
+    def all_gather_rows(self, value: Tensor, rows: Sequence[int], grad: bool = False) -> Tensor:
         """Rows of all ranks, in rank order. `rows` says how many each rank holds (all ranks know it).
 
         With grad=True the gradient of every rank's use of a row comes back to the rank that owns it.
@@ -92,14 +92,14 @@ class World:
         stacked: Tensor = _Gather.apply(padded.contiguous(), self)  # (R, most, ...)
         return torch.cat([part[:n] for part, n in zip(stacked, rows)])
 
-    def share(self, value: T | None) -> T:
+    def broadcast_object(self, value: T | None) -> T:
         """The lead's object on every rank."""
         box: list[Any] = [value]
         if self.size > 1:
             dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def gather_objects(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """One object of every rank, on every rank."""
         out: list[Any] = [value]
         if self.size > 1:
@@ -111,11 +111,11 @@ class World:
         if self.size > 1:
             dist.barrier()
 
-    def slice_of(self, n: int) -> slice:
+    def rank_slice(self, n: int) -> slice:
         """This rank's contiguous part of n things; no padding, no overlap."""
         return slice(n * self.rank // self.size, n * (self.rank + 1) // self.size)
 
-    def slice_sizes(self, n: int) -> list[int]:
+    def rank_slice_sizes(self, n: int) -> list[int]:
         return [n * (r + 1) // self.size - n * r // self.size for r in range(self.size)]
 
 
@@ -136,7 +136,7 @@ class _Gather(torch.autograd.Function):
         return total[ctx.rank], None
 
 
-def start(device: str = "auto", timeout_seconds: float = 600.0) -> World:
+def init_distributed(device: str = "auto", timeout_seconds: float = 600.0) -> World:
     """Join the other ranks, if torchrun (or anyone who sets its variables) started several."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
@@ -154,6 +154,6 @@ def start(device: str = "auto", timeout_seconds: float = 600.0) -> World:
     return World(rank, size, local_rank, where)
 
 
-def stop() -> None:
+def shutdown_distributed() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()

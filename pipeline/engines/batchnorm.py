@@ -9,7 +9,7 @@ from pipeline.distributed.world import World
 from pipeline.methods.base import Method
 
 
-class Statistics:
+class BatchNormStats:
     """Running statistics of batch normalisations: the same on all ranks after every step, and unchanged by a
     step that was skipped."""
 
@@ -20,18 +20,18 @@ class Statistics:
         self.world = world
         self.before: Tensor | None = None
 
-    def remember(self) -> None:
+    def snapshot(self) -> None:
         """Called before every micro-batch; the first one after a step counts."""
         if self.tensors and self.before is None:
             self.before = torch.cat([t.flatten() for t in self.tensors])
 
     @torch.no_grad()
-    def settle(self, moved: Tensor | bool) -> None:
+    def commit(self, moved: Tensor | bool) -> None:
         if self.before is None:
             return
         flat = torch.cat([t.flatten() for t in self.tensors])
         if self.shared:  # ranks saw only their own rows
-            flat = self.world.sum(flat) / self.world.size
+            flat = self.world.all_reduce_sum(flat) / self.world.size
         flat = torch.where(torch.as_tensor(moved, device=flat.device), flat, self.before)
         for tensor, part in zip(self.tensors, flat.split([t.numel() for t in self.tensors])):
             tensor.copy_(part.view_as(tensor))

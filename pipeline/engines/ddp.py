@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeline.config import Config
 from pipeline.data.batch import Batch
 from pipeline.distributed.world import World, arrive
-from pipeline.engines.batchnorm import Statistics
-from pipeline.engines.parameters import learnable
+from pipeline.engines.batchnorm import BatchNormStats
+from pipeline.engines.parameters import trainable_parameters
 from pipeline.methods.base import Method, Stage
 from pipeline.models.precision import autocast_for
 
@@ -27,16 +27,16 @@ class TorchEngine:
         self.config, self.method, self.world = config, method, world
         self.autocast = autocast_for(config.train.precision, world.device)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.train.precision == "fp16")
-        self.statistics = Statistics(method, world)
+        self.batchnorm_stats = BatchNormStats(method, world)
         self.optimizer = self._new_optimizer()
         self.wrapped: nn.Module = method
         self.prefixes: tuple[str, ...] | None = None
-        self.bad = torch.zeros((), device=world.device)  # consecutive steps whose gradient was not finite
+        self.nonfinite = torch.zeros((), device=world.device)  # consecutive steps whose gradient was not finite
 
     def _new_optimizer(self) -> torch.optim.SGD:
         optim = self.config.optim
         # Fused, because a fused step can be skipped on the device (found_inf) without asking the host.
-        learn = [p for _, p in learnable(self.method)]
+        learn = [p for _, p in trainable_parameters(self.method)]
         optimizer = torch.optim.SGD(learn, optim.lr, optim.momentum, weight_decay=optim.weight_decay, fused=True)
         for p in learn:  # a first momentum of zero is what SGD starts from; parts may join in a later stage
             optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
@@ -49,14 +49,14 @@ class TorchEngine:
         for group in self.optimizer.param_groups:
             group.update(momentum=optim.momentum, weight_decay=optim.weight_decay)
         self.clip = optim.clip
-        self.train_only(stage.trainable)
+        self.set_trainable(stage.trainable)
 
-    def train_only(self, prefixes: tuple[str, ...]) -> None:
+    def set_trainable(self, prefixes: tuple[str, ...]) -> None:
         """Let only the parameters under these prefixes learn. DDP must know: it waits for every gradient."""
         if prefixes == self.prefixes:
             return
         first, self.prefixes = self.prefixes is None, prefixes
-        for name, parameter in learnable(self.method):
+        for name, parameter in trainable_parameters(self.method):
             parameter.requires_grad_(name.startswith(prefixes))
             parameter.grad = None
         if self.world.size > 1:
@@ -74,7 +74,7 @@ class TorchEngine:
 
     def step(self, batch: Batch, lr: float) -> dict[str, Tensor]:
         """Forward and backward of one micro-batch; the optimiser moves after the last of a global batch."""
-        self.statistics.remember()
+        self.batchnorm_stats.snapshot()
         with self._sync(batch.last):
             with self.autocast:
                 losses = self.wrapped(batch)
@@ -99,7 +99,7 @@ class TorchEngine:
         if self.clip:
             torch.nn.utils.clip_grads_with_norm_(learned, self.clip, norm)
         finite = torch.isfinite(norm)
-        self.bad = torch.where(finite, 0.0, self.bad + 1)
+        self.nonfinite = torch.where(finite, 0.0, self.nonfinite + 1)
         if self.scaler.is_enabled():
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -107,34 +107,38 @@ class TorchEngine:
             self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.statistics.settle(finite)
+        self.batchnorm_stats.commit(finite)
         self.method.after_step()
 
-    def bad_steps(self) -> int:
-        return int(self.bad)
+    def nonfinite_steps(self) -> int:
+        return int(self.nonfinite)
 
     # -- state that knows neither ranks nor engines ----------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
-        return {"momentum": self._momentum(), "scaler": self.scaler.state_dict(), "bad": int(self.bad)}
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        return {
+            "momentum": self._momentum(),
+            "scaler": self.scaler.state_dict(),
+            "nonfinite_steps": int(self.nonfinite),
+        }
 
     def _momentum(self) -> dict[str, Tensor]:
-        return {name: self.optimizer.state[p]["momentum_buffer"] for name, p in learnable(self.method)}
+        return {name: self.optimizer.state[p]["momentum_buffer"] for name, p in trainable_parameters(self.method)}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
         for name, buffer in self._momentum().items():  # a part that has not learned yet may be missing
             buffer.copy_(state["momentum"][name]) if name in state["momentum"] else buffer.zero_()
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
-        self.bad.fill_(state["bad"])
+        self.nonfinite.fill_(state["nonfinite_steps"])
 
-    def weights(self) -> dict[str, Tensor]:
+    def model_state_dict(self) -> dict[str, Tensor]:
         return self.method.state_dict()
 
-    def load_weights(self, weights: dict[str, Tensor]) -> None:
+    def load_model_state_dict(self, weights: dict[str, Tensor]) -> None:
         self.method.load_state_dict(weights)
 
-    def idle_forward(self, look: Callable[[Tensor], Any]) -> None:
+    def dummy_forward(self, look: Callable[[Tensor], Any]) -> None:
         """Whole weights on every rank: nobody waits for a forward of ours."""
 
     def close(self) -> None:

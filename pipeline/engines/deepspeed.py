@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from pipeline.config import Config
 from pipeline.data.batch import Batch
 from pipeline.distributed.world import World
-from pipeline.engines.batchnorm import Statistics
-from pipeline.engines.parameters import learnable, parameters
+from pipeline.engines.batchnorm import BatchNormStats
+from pipeline.engines.parameters import parameters, trainable_parameters
 from pipeline.methods.base import Method, Stage
 from shards.base.errors import UserError
 from shards.base.settings import merge
@@ -57,13 +57,13 @@ class DeepSpeedEngine:
             reason = " ".join(str(error).split())
             raise UserError(f"deepspeed.config: DeepSpeed refuses {config.deepspeed.config}: {reason}") from None
         self.stage = int(settings.zero_optimization_stage)
-        self.statistics = Statistics(method, world)
+        self.batchnorm_stats = BatchNormStats(method, world)
         self.inner: Any = None  # the open DeepSpeed engine
         self.untouched: list[tuple[nn.Module, set[str]]] = []  # attributes every module had before it was opened
         self.momentum: dict[str, Tensor] = {}  # of parameters that are not in the open engine
         self.prefixes: tuple[str, ...] = ("",)
         self.scale = LossScale(enabled=config.train.precision == "fp16")
-        self.bad = 0
+        self.nonfinite = 0
 
     # -- stages ----------------------------------------------------------------------------------------------
 
@@ -72,22 +72,22 @@ class DeepSpeedEngine:
         if stage.fresh_optimizer and not resuming:
             self.momentum = {}
         self.optim = stage.optim or self.config.optim
-        self.train_only(stage.trainable)
+        self.set_trainable(stage.trainable)
 
-    def train_only(self, prefixes: tuple[str, ...]) -> None:
+    def set_trainable(self, prefixes: tuple[str, ...]) -> None:
         if prefixes != self.prefixes:
             self.close()
             self.prefixes = prefixes
 
     def _learning(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in learnable(self.method) if name.startswith(self.prefixes)}
+        return {name: p for name, p in trainable_parameters(self.method) if name.startswith(self.prefixes)}
 
     # -- a step ----------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch, lr: float) -> dict[str, Tensor]:
         if self.inner is None:
             self._open()
-        self.statistics.remember()
+        self.batchnorm_stats.snapshot()
         self.inner.set_gradient_accumulation_boundary(batch.last)
         if self.stage > 0:
             self.inner.optimizer.override_loss_scale(self.scale.value)
@@ -102,9 +102,9 @@ class DeepSpeedEngine:
         for group in self.inner.optimizer.param_groups:
             group["lr"] = lr
         moved = self._step_plain() if self.stage == 0 else self._step_zero()
-        self.bad = 0 if moved else self.bad + 1
+        self.nonfinite = 0 if moved else self.nonfinite + 1
         self.scale.update(moved)
-        self.statistics.settle(moved)
+        self.batchnorm_stats.commit(moved)
         with self._whole_if_averaged():
             self.method.after_step()
 
@@ -123,18 +123,18 @@ class DeepSpeedEngine:
         self.inner.step()
         return True
 
-    def bad_steps(self) -> int:
-        return self.bad
+    def nonfinite_steps(self) -> int:
+        return self.nonfinite
 
     @contextlib.contextmanager
     def _whole_if_averaged(self) -> Any:
         """ZeRO-3 keeps a part of each weight; a moving average needs them whole."""
         everything = [p for _, p in parameters(self.method)]
-        needed = self.stage == 3 and len(everything) > len(learnable(self.method))
+        needed = self.stage == 3 and len(everything) > len(trainable_parameters(self.method))
         with self.deepspeed.zero.GatheredParameters(everything, modifier_rank=0, enabled=needed):
             yield
 
-    def idle_forward(self, look: Callable[[Tensor], Any]) -> None:
+    def dummy_forward(self, look: Callable[[Tensor], Any]) -> None:
         """Under ZeRO-3 a forward needs all ranks: one without pictures left looks at blank ones."""
         if self.stage == 3 and self.inner is not None:
             size = self.config.data.size
@@ -144,7 +144,7 @@ class DeepSpeedEngine:
 
     def _open(self) -> None:
         learning = self._learning()
-        for name, parameter in learnable(self.method):
+        for name, parameter in trainable_parameters(self.method):
             parameter.requires_grad_(name in learning)
         self.untouched = [(module, set(vars(module))) for module in self.method.modules()]
         optimizer = torch.optim.SGD(
@@ -166,7 +166,7 @@ class DeepSpeedEngine:
         """Make the method plain torch again, on every rank, with whole weights."""
         if self.inner is None:
             return
-        weights, momentum = self.weights(), self._get_momentum()
+        weights, momentum = self.model_state_dict(), self._get_momentum()
         self.momentum |= momentum
         self.inner.module_forward_pre_hook.remove()
         self.inner.module_forward_post_hook.remove()
@@ -205,21 +205,21 @@ class DeepSpeedEngine:
 
     # -- state that knows neither ranks nor engines ----------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
+    def optimizer_state_dict(self) -> dict[str, Any]:
         """Called by all ranks together."""
         return {
             "momentum": self.momentum | self._get_momentum(),
             "scaler": self.scale.state(),
-            "bad": self.bad,
+            "nonfinite_steps": self.nonfinite,
         }
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
         self.close()
         self.momentum = dict(state["momentum"])
         self.scale.load(state["scaler"])
-        self.bad = int(state["bad"])
+        self.nonfinite = int(state["nonfinite_steps"])
 
-    def weights(self) -> dict[str, Tensor]:
+    def model_state_dict(self) -> dict[str, Tensor]:
         """The method's state_dict with whole weights. Called by all ranks together."""
         out = self.method.state_dict()
         if self.stage == 3 and self.inner is not None:
@@ -228,7 +228,7 @@ class DeepSpeedEngine:
                     out[name] = parameter.detach().cpu().clone()
         return out
 
-    def load_weights(self, weights: dict[str, Tensor]) -> None:
+    def load_model_state_dict(self, weights: dict[str, Tensor]) -> None:
         self.close()
         self.method.load_state_dict(weights)
 

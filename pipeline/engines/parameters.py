@@ -12,6 +12,6 @@ def parameters(method: Method) -> list[tuple[str, nn.Parameter]]:
     return [(name.replace("_checkpoint_wrapped_module.", ""), p) for name, p in method.named_parameters()]
 
 
-def learnable(method: Method) -> list[tuple[str, nn.Parameter]]:
+def trainable_parameters(method: Method) -> list[tuple[str, nn.Parameter]]:
     """Parameters an optimiser may move: all but those of moving averages."""
     return [(name, p) for name, p in parameters(method) if "average." not in name]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.distributed.step_sync import Pulse
+from pipeline.distributed.step_sync import StepSync
 from pipeline.distributed.world import World
 from pipeline.evaluation.metrics import accuracy, class_groups, group_accuracies
 from pipeline.methods.base import Method
@@ -35,7 +35,7 @@ def evaluate(
     labels: np.ndarray,
     clean_counts: np.ndarray,
     world: World,
-    pulse: Pulse,
+    step_sync: StepSync,
     autocast: torch.autocast,
     idle: Callable[[Callable[[Tensor], Any]], None] = lambda look: None,
 ) -> Evaluation:
@@ -47,7 +47,7 @@ def evaluate(
     label_n = torch.from_numpy(labels.astype(np.int64)).to(world.device)
     counts: dict[str, Tensor] = {}  # head -> (K, K+3): confusion | top-5 hits | sums of probability and confidence
     method.eval()
-    for item in pulse.in_step(batches):
+    for item in step_sync.keep_pace(batches):
         if item is None:
             idle(method.scores)
             continue
@@ -59,8 +59,8 @@ def evaluate(
         for head, score in scores.items():
             rows = counts.setdefault(head, _zeros(classes, world))
             _count(rows, score[known], label[known])
-    heads = next(filter(None, world.gather_objects(list(counts))))  # a rank without pictures knows none
-    summed = {head: world.sum(counts.get(head, _zeros(classes, world))).cpu().numpy() for head in heads}
+    heads = next(filter(None, world.all_gather_object(list(counts))))  # a rank without pictures knows none
+    summed = {head: world.all_reduce_sum(counts.get(head, _zeros(classes, world))).cpu().numpy() for head in heads}
     return _summarise(summed, class_groups(clean_counts))
 
 

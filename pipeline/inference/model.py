@@ -21,10 +21,11 @@ import torch
 from pydantic import Field, NonNegativeInt
 from torch import Tensor
 
+from pipeline.checkpoints.upgrade import upgrade_config
 from pipeline.config import Config
 from pipeline.data.augment import normalise
 from pipeline.data.batch import TrainingSet
-from pipeline.data.crops import Views, centre
+from pipeline.data.crops import Views, center_crop
 from pipeline.data.decode import DecodeError, decode
 from pipeline.distributed.world import World
 from pipeline.methods.base import Method
@@ -37,7 +38,7 @@ from shards.base.settings import Settings, merge, validate
 if TYPE_CHECKING:
     pass
 
-WEIGHTS, FACTS, FORMAT = "weights.safetensors", "model.json", 1
+WEIGHTS, MODEL_INFO, FORMAT = "weights.safetensors", "model.json", 1
 LARGE = 1 << 20
 MOST_SAMPLES = 1 << 31
 BATCH = 64
@@ -75,7 +76,7 @@ class Model:
             raise DecodeError(f"a picture is bytes or a uint8 array, not {type(picture).__name__}")
         else:
             whole, _ = decode(picture, self.views.least)
-        return centre(whole, self.views.short, self.config.data.size)
+        return center_crop(whole, self.views.short, self.config.data.size)
 
     def images(self, views: Sequence[np.ndarray]) -> Tensor:
         """(B,3,H,W) as the network takes them."""
@@ -139,11 +140,11 @@ def export_model(
         "clean_counts": [int(count) for count in clean_counts],
         "left_out": sorted(by_sample),
     }
-    (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    (folder / MODEL_INFO).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return folder
 
 
-class Facts(Settings):
+class ModelInfo(Settings):
     """model.json"""
 
     format: int
@@ -159,22 +160,22 @@ def load_exported(folder: Path, device: torch.device | None = None) -> Model:
     from safetensors.torch import load_file
 
     try:
-        tree = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        tree = json.loads((folder / MODEL_INFO).read_text(encoding="utf-8"))
         if not isinstance(tree, dict) or tree.get("format") != FORMAT:
-            raise ValueError(f"{FACTS} is not of format {FORMAT}")
-        facts = validate(Facts, tree, str(folder / FACTS))
+            raise ValueError(f"{MODEL_INFO} is not of format {FORMAT}")
+        facts = validate(ModelInfo, tree, str(folder / MODEL_INFO))
         if not len(facts.classes) == len(facts.given_counts) == len(facts.clean_counts or facts.classes):
-            raise ValueError(f"{FACTS} does not count every class")
+            raise ValueError(f"{MODEL_INFO} does not count every class")
         if sum(facts.given_counts) > MOST_SAMPLES:
-            raise ValueError(f"{FACTS} counts more samples than there can be")
+            raise ValueError(f"{MODEL_INFO} counts more samples than there can be")
         tensors = load_file(folder / WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"{folder} does not hold a whole model ({error}). Take another copy of it.") from None
-    given, counts = stand_in(facts.given_counts), facts.clean_counts or facts.given_counts
+    given, counts = placeholder_labels(facts.given_counts), facts.clean_counts or facts.given_counts
     return restore(facts.config, facts.classes, given, counts, tensors, device, set(facts.left_out))
 
 
-def stand_in(given_counts: Sequence[int]) -> np.ndarray:
+def placeholder_labels(given_counts: Sequence[int]) -> np.ndarray:
     """Labels with the right counts, for a model whose training set is not at hand."""
     return np.repeat(np.arange(len(given_counts), dtype=np.int32), given_counts)
 
@@ -192,7 +193,7 @@ def restore(
     """The model from its settings and weights, at the end of its training or where `position` says; neither the
     shards nor a file of pretrained weights is needed.
     """
-    tree = merge(config_tree, {"model": {"pretrained": "", "compile": False}})
+    tree = merge(upgrade_config(config_tree), {"model": {"pretrained": "", "compile": False}})
     config = validate(Config, tree, "this model")
     data = TrainingSet(given, len(classes), config.seed, config.data.batch)
     world = World(device=device or torch.device("cpu"))
@@ -204,13 +205,13 @@ def restore(
     wrong = [*result.unexpected_keys, *(set(result.missing_keys) - (left_out or set()))]
     if wrong:
         raise UserError(f"The weights do not fit {config.method.name}: {', '.join(sorted(wrong)[:5])}.")
-    method.enter(*_reached(method, position))
+    method.set_epoch(*_last_epoch(method, position))
     return Model(config, classes, clean_counts, method.to(world.device), bool(left_out))
 
 
-def _reached(method: Method, position: dict[str, Any] | None) -> tuple[int, int]:
+def _last_epoch(method: Method, position: dict[str, Any] | None) -> tuple[int, int]:
     """(stage, epoch) that was entered last."""
     stages = method.stages()
     if position is None or position["stage"] >= len(stages):
         return len(stages) - 1, max(stages[-1].epochs, 1) - 1
-    return position["stage"], max(position["epoch"] - (not position["begun"]), 0)
+    return position["stage"], max(position["epoch"] - (not position["epoch_started"]), 0)

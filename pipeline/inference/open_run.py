@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from pipeline.checkpoints.checkpointer import Loaded, read_checkpoint
-from pipeline.inference.model import FACTS, Model, load_exported, restore, stand_in
+from pipeline.inference.model import MODEL_INFO, Model, load_exported, placeholder_labels, restore
 from pipeline.tracking.tracker import tracking_uri
 from shards.base.errors import UserError
 from shards.base.redact import one_line, redact
@@ -24,7 +24,7 @@ _RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass
-class Opened:
+class OpenedRun:
     """A trained model and where it came from."""
 
     name: str
@@ -39,13 +39,13 @@ class Opened:
         split = open_split(place, name, self.model.config.data.cache)
         if list(split.classes) != self.model.classes:
             raise UserError(
-                f"{place} has other classes ({_few(split.classes)}) than {self.name} was trained for "
-                f"({_few(self.model.classes)}). Give shards with the same classes."
+                f"{place} has other classes ({_first_few(split.classes)}) than {self.name} was trained for "
+                f"({_first_few(self.model.classes)}). Give shards with the same classes."
             )
         return split
 
 
-def _few(names: list[str]) -> str:
+def _first_few(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f", ... {len(names)} in all" if len(names) > 4 else "")
 
 
@@ -60,7 +60,7 @@ def where(run: str, url: str, own: str) -> str:
     return own
 
 
-def open_run(run: str, uri: str = "", best: bool = False, shards: str = "", own_labels: bool = False) -> Opened:
+def open_run(run: str, uri: str = "", best: bool = False, shards: str = "", own_labels: bool = False) -> OpenedRun:
     """The model of a run. `best`: of the best checkpoint instead of the newest.
 
     `own_labels`: what the method believes of single samples is wanted, so the training labels must be the
@@ -68,7 +68,7 @@ def open_run(run: str, uri: str = "", best: bool = False, shards: str = "", own_
     """
     if _RUN_ID.fullmatch(run) and not Path(run).exists():
         return _mlflow_run(run, tracking_uri(uri), best, shards, own_labels)
-    single = run.startswith(("models:/", "runs:/")) or (Path(run) / FACTS).is_file()
+    single = run.startswith(("models:/", "runs:/")) or (Path(run) / MODEL_INFO).is_file()
     if single and best:
         raise UserError(f"--best chooses among checkpoints, and {run} is one model. Give the run's folder or id.")
     if single:
@@ -82,16 +82,16 @@ def _device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _exported(folder: Path, name: str) -> Opened:
+def _exported(folder: Path, name: str) -> OpenedRun:
     model = load_exported(folder, _device())
-    return Opened(name, model, shards=model.config.shards.place())
+    return OpenedRun(name, model, shards=model.config.shards.place())
 
 
-def _checkpoint(run: str, loaded: Loaded, shards: str, own_labels: bool) -> Opened:
+def _checkpoint(run: str, loaded: Loaded, shards: str, own_labels: bool) -> OpenedRun:
     tree: dict[str, Any] = loaded.tree
     data = tree["data"]
     place = validate(BuildConfig, tree["config"]["shards"], "shards").place()
-    given: np.ndarray = stand_in(data["given_counts"])
+    given: np.ndarray = placeholder_labels(data["given_counts"])
     if own_labels:
         split = open_split(where(run, shards, place))
         if split.manifest.hash != data["manifest"]:
@@ -101,11 +101,11 @@ def _checkpoint(run: str, loaded: Loaded, shards: str, own_labels: bool) -> Open
     model = restore(
         tree["config"], data["classes"], given, counts, tree["method"], _device(), position=tree["position"]
     )
-    run_id = tree.get("tracking", {}).get("run_id") or _told_later(Path(run))
-    return Opened(f"{run} ({loaded.name})", model, tree["position"], place, run_id)
+    run_id = tree.get("tracking", {}).get("run_id") or _run_id_of_summary(Path(run))
+    return OpenedRun(f"{run} ({loaded.name})", model, tree["position"], place, run_id)
 
 
-def _told_later(run: Path) -> str:
+def _run_id_of_summary(run: Path) -> str:
     """The run id from the summary: a short run has saved its last checkpoint before MLflow answered."""
     for folder in (run, *run.parents[:2]):
         if (folder / "summary.json").is_file():
@@ -113,7 +113,7 @@ def _told_later(run: Path) -> str:
     return ""
 
 
-def _mlflow_run(run_id: str, uri: str, best: bool, shards: str, own_labels: bool) -> Opened:
+def _mlflow_run(run_id: str, uri: str, best: bool, shards: str, own_labels: bool) -> OpenedRun:
     """By the run's own checkpoints where they can be reached, else by the model it logged, which knows no
     single sample but can still judge them all."""
     from mlflow import MlflowException
@@ -141,7 +141,7 @@ def _mlflow_run(run_id: str, uri: str, best: bool, shards: str, own_labels: bool
     return _mlflow_model(f"runs:/{run_id}/model", uri)
 
 
-def _mlflow_model(address: str, uri: str) -> Opened:
+def _mlflow_model(address: str, uri: str) -> OpenedRun:
     import tempfile
 
     import mlflow
@@ -156,7 +156,7 @@ def _mlflow_model(address: str, uri: str) -> Opened:
                 raise UserError(
                     f"The model {address} cannot be fetched from {redact(uri)}: {one_line(error)}."
                 ) from None
-        found = next(Path(folder).rglob(FACTS), None)
+        found = next(Path(folder).rglob(MODEL_INFO), None)
         if found is None:
             raise UserError(f"{address} is not a model of this project.")
         about = next(Path(folder).rglob("MLmodel"), None)

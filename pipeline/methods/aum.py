@@ -19,7 +19,7 @@ from pipeline.distributed.world import World
 from pipeline.methods import options
 from pipeline.methods.base import Beliefs, OneNetwork, Stage
 from pipeline.methods.parts.losses import cross_entropy
-from pipeline.methods.parts.per_sample import accumulate
+from pipeline.methods.parts.per_sample import add_by_index
 from pipeline.methods.parts.survey import Survey
 from pipeline.models.network import Network
 from pipeline.models.precision import full_precision
@@ -44,7 +44,7 @@ def margins(logits_BK: Tensor, label_B: Tensor) -> Tensor:
     return logits_BK.masked_fill(~own, -torch.inf).amax(1) - logits_BK.masked_fill(own, -torch.inf).amax(1)
 
 
-def believed(margin_NR: Tensor, fake_NR: Tensor, given_N: Tensor, percentile: float) -> tuple[Tensor, Tensor]:
+def select_clean(margin_NR: Tensor, fake_NR: Tensor, given_N: Tensor, percentile: float) -> tuple[Tensor, Tensor]:
     """(N,) bool: samples to train on, and (R,) the thresholds.
 
     A sample goes if it lies below the threshold in every run that did not use it as a fake. A class that
@@ -85,7 +85,7 @@ class AUM(OneNetwork):
         epochs = self.config.train.epochs
         length = max(1, round(self.options.probe_part * epochs))
         runs = [
-            Stage(f"run {r + 1}", epochs=length, constant_lr=True, trainable=(f"runs.{r}.",), judged=False)
+            Stage(f"run {r + 1}", epochs=length, constant_lr=True, trainable=(f"runs.{r}.",), evaluated=False)
             for r in range(RUNS)
         ]
         return [*runs, Stage("retraining", epochs=epochs, trainable=("network.",))]
@@ -94,7 +94,7 @@ class AUM(OneNetwork):
         if self.stage != RETRAINING or self.epoch:
             return
         given = torch.from_numpy(self.data.given).to(self.sums.device, torch.long)
-        clean, threshold = believed(self.margin, self.fake, given, self.options.percentile)
+        clean, threshold = select_clean(self.margin, self.fake, given, self.options.percentile)
         self.clean.copy_(clean)
         self.threshold.copy_(threshold)
         self.decided.fill_(True)
@@ -107,11 +107,11 @@ class AUM(OneNetwork):
     def passes(self) -> list[Pass]:
         if self.stage != RETRAINING:
             return super().passes()
-        return [Pass(self.data.shuffled(self.tick(), self.clean.nonzero()[:, 0].cpu().numpy()))]
+        return [Pass(self.data.shuffled(self.order_key(), self.clean.nonzero()[:, 0].cpu().numpy()))]
 
     @property
-    def judge(self) -> Network:
-        return super().judge if self.decided else self.runs[min(self.stage, RUNS - 1)]  # type: ignore[return-value]
+    def eval_network(self) -> Network:
+        return super().eval_network if self.decided else self.runs[min(self.stage, RUNS - 1)]  # type: ignore[return-value]
 
     def after_step(self) -> None:
         if self.stage == RETRAINING:
@@ -126,12 +126,12 @@ class AUM(OneNetwork):
         _, logits = self.runs[self.stage](batch.views["weak"])
         label = torch.where(self.fake[batch.index, self.stage], self.data.classes, batch.label)
         margin = margins(logits.detach(), label)
-        accumulate(self.sums[:, self.stage], batch, margin, self.world)
-        accumulate(self.seen[:, self.stage], batch, torch.ones_like(margin), self.world)
+        add_by_index(self.sums[:, self.stage], batch, margin, self.world)
+        add_by_index(self.seen[:, self.stage], batch, torch.ones_like(margin), self.world)
         return {"loss": cross_entropy(logits, label, batch.valid, self.world)}
 
     def scores(self, images: Tensor) -> dict[str, Tensor]:
-        return {"linear": self.judge(images)[1][:, : self.data.classes].float()}
+        return {"linear": self.eval_network(images)[1][:, : self.data.classes].float()}
 
     def beliefs(self) -> Beliefs | None:
         if not self.decided:

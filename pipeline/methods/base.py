@@ -28,7 +28,7 @@ class Stage:
     constant_lr: bool = False
     fresh_optimizer: bool = True
     trainable: tuple[str, ...] = ("",)  # prefixes of the parameter names that learn
-    judged: bool = True  # False: a preparation; its epochs are not evaluated, so none of them can be the best
+    evaluated: bool = True  # False: a preparation; its epochs are not evaluated, so none of them can be the best
 
 
 @dataclass
@@ -58,15 +58,15 @@ class Method(nn.Module):
     def stages(self) -> list[Stage]:
         return [Stage("train", epochs=self.config.train.epochs)]
 
-    def enter(self, stage: int, epoch: int) -> None:
+    def set_epoch(self, stage: int, epoch: int) -> None:
         """Called before every epoch, also when resuming inside one; must only set what (stage, epoch) determine."""
         self.stage, self.epoch = stage, epoch
 
-    def wants_survey(self) -> bool:
+    def surveys_before_epoch(self) -> bool:
         """Whether the epoch just entered starts with a survey."""
         return False
 
-    def ends_with_survey(self) -> bool:
+    def surveys_after_epoch(self) -> bool:
         """Whether evaluation wants a survey of the network as it is now; it then serves the next epoch's start too."""
         return False
 
@@ -75,14 +75,14 @@ class Method(nn.Module):
 
     def passes(self) -> list[Pass]:
         """The walks of this epoch: a pure function of beliefs, stage and epoch."""
-        return [Pass(self.data.shuffled(self.tick()))]
+        return [Pass(self.data.shuffled(self.order_key()))]
 
     def end_epoch(self, survey: Survey | None) -> None:
-        """Called after the passes, before evaluation; `survey` is there if ends_with_survey() asked for one."""
+        """Called after the passes, before evaluation; `survey` is there if surveys_after_epoch() asked for one."""
 
-    def tick(self, walk: int = 0) -> int:
-        """A number for (stage, epoch, walk) that keys random orders and augmentations."""
-        return (self.stage * 1_000_000 + self.epoch) * 8 + walk
+    def order_key(self, pass_index: int = 0) -> int:
+        """A number for (stage, epoch, pass) that keys random orders and augmentations."""
+        return (self.stage * 1_000_000 + self.epoch) * 8 + pass_index
 
     # -- the networks ----------------------------------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ class OneNetwork(Method):
         self.average = Average(self.network, config.model.ema) if config.model.ema else None
 
     @property
-    def judge(self) -> Network:
+    def eval_network(self) -> Network:
         """The network used for survey, evaluation and prediction."""
         return self.network if self.average is None else self.average.network  # type: ignore[return-value]
 
@@ -131,7 +131,7 @@ class OneNetwork(Method):
             self.average.update(self.network)
 
     def scores(self, images: Tensor) -> dict[str, Tensor]:
-        return {"linear": self.judge(images)[1].float()}
+        return {"linear": self.eval_network(images)[1].float()}
 
     def embeddings(self, images: Tensor) -> Tensor:
-        return unit(self.judge(images)[0])
+        return unit(self.eval_network(images)[0])

@@ -16,7 +16,7 @@ from pipeline.methods import options
 from pipeline.methods.base import Beliefs
 from pipeline.methods.parts.gaussian_mixture import Fit, posterior_by_class
 from pipeline.methods.parts.losses import sample_losses
-from pipeline.methods.parts.per_sample import places, remember
+from pipeline.methods.parts.per_sample import rank_in_batch, update_by_index
 from pipeline.methods.parts.survey import Survey
 from pipeline.methods.two_networks import TwoNetworks
 from pipeline.process.log import log
@@ -38,11 +38,11 @@ class CoTeaching(TwoNetworks):
 
     # -- how many samples to leave out ------------------------------------------------------------------
 
-    def wants_survey(self) -> bool:
+    def surveys_before_epoch(self) -> bool:
         return self.options.noise_rate is None and 0 < self.epoch <= self.ramp
 
     def survey_outputs(self, images: Tensor, given: Tensor) -> dict[str, Tensor]:
-        first, second = (sample_losses(self.judge(n)(images)[1], given) for n in range(2))
+        first, second = (sample_losses(self.eval_network(n)(images)[1], given) for n in range(2))
         return {"loss": first + second}
 
     def begin_epoch(self, survey: Survey | None) -> None:
@@ -51,7 +51,7 @@ class CoTeaching(TwoNetworks):
         Class by class, because the losses of rare classes are large for another reason.
         """
         if self.epoch == 0:
-            self._tell()
+            self._log_noise_rate()
         if survey is None:
             return
         losses = survey.everywhere(survey["loss"]).cpu().numpy()
@@ -59,7 +59,7 @@ class CoTeaching(TwoNetworks):
         self.noise.fill_(1 - float(clean.mean()))
         log.info("noise rate %.3f, estimated from the losses of all samples", self.noise)
 
-    def _tell(self) -> None:
+    def _log_noise_rate(self) -> None:
         if self.options.noise_rate is None:
             log.info("noise rate: estimated in epochs 1 to %d, because method.noise_rate is empty", self.ramp)
         else:
@@ -75,14 +75,14 @@ class CoTeaching(TwoNetworks):
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         losses = [sample_losses(self.network(n)(batch.views["weak"])[1], batch.label) for n in range(2)]
         easy = [self._easy(loss, batch) for loss in losses]
-        remember(self.kept, batch, easy[0] + easy[1], self.world)
-        remember(self.score, batch, (torch.exp(-losses[0]) + torch.exp(-losses[1])) / 2, self.world)
-        first, second = (self.world.mean_over(losses[n], easy[1 - n]) for n in range(2))
+        update_by_index(self.kept, batch, easy[0] + easy[1], self.world)
+        update_by_index(self.score, batch, (torch.exp(-losses[0]) + torch.exp(-losses[1])) / 2, self.world)
+        first, second = (self.world.global_mean(losses[n], easy[1 - n]) for n in range(2))
         return {"loss": first + second, "first": first, "second": second}
 
     def _easy(self, loss_B: Tensor, batch: Batch) -> Tensor:
         """(B,) 1 for the samples of the smallest losses in the global batch, else 0."""
-        place, total = places(loss_B, batch, self.world)
+        place, total = rank_in_batch(loss_B, batch, self.world)
         # The small addition undoes rounding: 0.7 of 10 samples are 7, not 6.
         count = torch.floor((1 - self.left_out) * total + 1e-4).clamp_min(1)
         return (place < count).float() * batch.valid

@@ -42,12 +42,12 @@ class CRT(OneNetwork):
         rates = {"lr": self.options.classifier_lr, "weight_decay": self.options.classifier_weight_decay}
         optim = self.config.optim.model_copy(update={**course, **rates})
         return [
-            Stage("representation", epochs=self.config.train.epochs, trainable=("network.",), judged=False),
+            Stage("representation", epochs=self.config.train.epochs, trainable=("network.",), evaluated=False),
             Stage("classifier", epochs=epochs, optim=optim, trainable=("balanced.",)),
         ]
 
-    def enter(self, stage: int, epoch: int) -> None:
-        super().enter(stage, epoch)
+    def set_epoch(self, stage: int, epoch: int) -> None:
+        super().set_epoch(stage, epoch)
         self.retrained.fill_(stage == CLASSIFIER)
 
     def train(self, mode: bool = True) -> CRT:
@@ -63,14 +63,14 @@ class CRT(OneNetwork):
         if self.stage == REPRESENTATION:
             return super().passes()
         counts = self.data.counts
-        return [Pass(self.data.balanced(self.tick(), int(counts.max()) * int((counts > 0).sum())))]
+        return [Pass(self.data.balanced(self.order_key(), int(counts.max()) * int((counts > 0).sum())))]
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         if self.stage == REPRESENTATION:
             _, logits = self.network(batch.views["weak"])
         else:
             with torch.no_grad():
-                features, _ = self.judge(batch.views["weak"])
+                features, _ = self.eval_network(batch.views["weak"])
             logits = self.balanced(features)
         return {"loss": cross_entropy(logits, batch.label, batch.valid, self.world)}
 
@@ -79,13 +79,13 @@ class CRT(OneNetwork):
             super().after_step()
 
     def scores(self, images: Tensor) -> dict[str, Tensor]:
-        features, logits = self.judge(images)
+        features, logits = self.eval_network(images)
         first = {"linear": logits.float()}
         return {"balanced": self.balanced(features).float(), **first} if self.retrained else first
 
 
 @full_precision
-def centred(features_BD: Tensor, centre_D: Tensor) -> Tensor:
+def normalize_features(features_BD: Tensor, centre_D: Tensor) -> Tensor:
     """Features seen from the mean of the training set, at length one ("CL2N")."""
     return unit(features_BD - centre_D)
 
@@ -104,26 +104,29 @@ class NCM(CrossEntropy):
         self.register_buffer("means", torch.zeros(K, D))
         self.register_buffer("present", torch.zeros(K, dtype=torch.bool))
 
-    def ends_with_survey(self) -> bool:
+    def surveys_after_epoch(self) -> bool:
         return True
 
     def survey_outputs(self, images: Tensor, given: Tensor) -> dict[str, Tensor]:
-        return {"features": self.judge(images)[0]}
+        return {"features": self.eval_network(images)[0]}
 
     def end_epoch(self, survey: Survey | None) -> None:
         assert survey is not None
         features = survey["features"]
-        self.centre.copy_(self.world.sum(features.double().sum(0)) / survey.total)
+        self.centre.copy_(self.world.all_reduce_sum(features.double().sum(0)) / survey.total)
         label = self.data.labels(survey.index)
-        rows = centred(features, self.centre)
-        sums = self.world.sum(class_sums(rows, label, torch.ones_like(rows[:, 0]), self.data.classes))
+        rows = normalize_features(features, self.centre)
+        sums = self.world.all_reduce_sum(class_sums(rows, label, torch.ones_like(rows[:, 0]), self.data.classes))
         self.present.copy_(sums[:, -1] > 0)
         self.means.copy_(sums[:, :-1] / sums[:, -1:].clamp_min(1))
 
     def scores(self, images: Tensor) -> dict[str, Tensor]:
         """Minus the squared distance to each class mean."""
-        features, logits = self.judge(images)
+        features, logits = self.eval_network(images)
         near = -(
-            torch.cdist(centred(features, self.centre), self.means, compute_mode="donot_use_mm_for_euclid_dist") ** 2
+            torch.cdist(
+                normalize_features(features, self.centre), self.means, compute_mode="donot_use_mm_for_euclid_dist"
+            )
+            ** 2
         )
         return {"nearest_mean": near.masked_fill(~self.present, FAR), "linear": logits.float()}

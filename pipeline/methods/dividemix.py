@@ -63,13 +63,13 @@ class DivideMix(TwoNetworks):
     def dividing(self) -> bool:
         return self.epoch >= self.warmup_epochs
 
-    def wants_survey(self) -> bool:
+    def surveys_before_epoch(self) -> bool:
         return self.dividing
 
     def survey_outputs(self, images: Tensor, given: Tensor) -> dict[str, Tensor]:
-        return self.judged([self.judge(n)(images)[1] for n in range(2)], given)
+        return self.votes_and_losses([self.eval_network(n)(images)[1] for n in range(2)], given)
 
-    def judged(self, logits: list[Tensor], given: Tensor) -> dict[str, Tensor]:
+    def votes_and_losses(self, logits: list[Tensor], given: Tensor) -> dict[str, Tensor]:
         """The class both networks vote for, and how badly each of them fits the given label."""
         vote = (logits[0].float().softmax(1) + logits[1].float().softmax(1)).argmax(1)
         return {"vote": vote, "loss0": sample_losses(logits[0], given), "loss1": sample_losses(logits[1], given)}
@@ -90,16 +90,16 @@ class DivideMix(TwoNetworks):
         found = []
         for n in range(2):
             losses = survey.everywhere(survey[f"loss{n}"]).cpu().numpy()
-            found.append(self._remember(n, normalised(losses, "small")))
+            found.append(self._average_losses(n, normalised(losses, "small")))
         if self.options.loss_epochs > 1:
             self.epochs_seen += 1
-        return self.on_lead(lambda: [posterior(values, "small", FIT) for values in found])
+        return self.on_main_rank(lambda: [posterior(values, "small", FIT) for values in found])
 
-    def on_lead(self, fit: Callable[[], T]) -> T:
+    def on_main_rank(self, fit: Callable[[], T]) -> T:
         """Mixtures are fitted once: ranks that differ in the last digit would walk different orders."""
-        return self.world.share(fit() if self.world.leads else None)
+        return self.world.broadcast_object(fit() if self.world.is_main else None)
 
-    def _remember(self, n: int, losses_N: np.ndarray) -> np.ndarray:
+    def _average_losses(self, n: int, losses_N: np.ndarray) -> np.ndarray:
         """The mean over the last epochs, this one included."""
         if self.options.loss_epochs == 1:
             return losses_N
@@ -119,7 +119,7 @@ class DivideMix(TwoNetworks):
 
     # -- how it is trained -----------------------------------------------------------------------------------
 
-    def learns(self, n: int) -> tuple[str, ...]:
+    def trained_parameters(self, n: int) -> tuple[str, ...]:
         return (f"networks.{n}.",)
 
     def passes(self) -> list[Pass]:
@@ -127,16 +127,16 @@ class DivideMix(TwoNetworks):
 
     def _warmup_pass(self, n: int) -> Pass:
         batch = self.options.warmup_batch * self.data.batch
-        return Pass(self.data.shuffled(self.tick(n)), batch=batch, trainable=self.learns(n))
+        return Pass(self.data.shuffled(self.order_key(n)), batch=batch, trainable=self.trained_parameters(n))
 
     def _divided_pass(self, n: int) -> Pass:
         """The peer's beliefs decide. All batches are full, so both streams have equal rows and groups."""
         kept = (self.belief[1 - n] > self.options.threshold).cpu().numpy()
-        labelled = self.data.shuffled(self.tick(n), np.flatnonzero(kept), LABELLED)
-        rest = self.data.shuffled(self.tick(n), np.flatnonzero(~kept), UNLABELLED)
+        labelled = self.data.shuffled(self.order_key(n), np.flatnonzero(kept), LABELLED)
+        rest = self.data.shuffled(self.order_key(n), np.flatnonzero(~kept), UNLABELLED)
         order = np.resize(labelled, -(-len(labelled) // self.data.batch) * self.data.batch)
         beside = rest if len(rest) else None
-        return Pass(order, ("weak", "weak2"), beside=beside, trainable=self.learns(n))
+        return Pass(order, ("weak", "weak2"), beside=beside, trainable=self.trained_parameters(n))
 
     @property
     def unlabelled_weight(self) -> float:
@@ -146,13 +146,13 @@ class DivideMix(TwoNetworks):
         return self.options.unlabelled * min(max(done, 0.0), 1.0)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        n = batch.key[1] % 8  # the tick ends with the number of the pass, which is the network's
+        n = batch.key[1] % 8  # the order_key ends with the number of the pass, which is the network's
         if not self.dividing:
             return self.warmup_losses(n, batch)
         streams = [batch] if batch.beside is None else [batch, batch.beside]
         images, target, valid = self._stacked(streams, self._guess(n, streams))
         partner = pair_across(streams, MIX_PARTNER)
-        lam = mixup.coefficient(batch, self.options.mixup, MIX_COEFFICIENT, fold=True)
+        lam = mixup.mixup_lambda(batch, self.options.mixup, MIX_COEFFICIENT, fold=True)
         images, target = mixup.mix(images, partner, lam), mixup.mix(target, partner, lam)
         rows = 2 * len(batch.index)  # the labelled ones come first
         if not self.options.unlabelled:
@@ -191,7 +191,7 @@ class DivideMix(TwoNetworks):
 
         The learner guesses in training mode, as in the authors' code: with the statistics of the batch.
         """
-        own, peer = self.network(n), self.judge(1 - n).eval()
+        own, peer = self.network(n), self.eval_network(1 - n).eval()
         labelled = streams[LABELLED]
         trust = self.belief[1 - n, labelled.index][:, None]
         onehot = F.one_hot(labelled.label, self.data.classes).float()
@@ -217,7 +217,7 @@ def mean_prediction(networks: Sequence[Network], batch: Batch) -> Tensor:
 def pair_across(streams: Sequence[Batch], purpose: int) -> Tensor:
     """Mixing partners for both views of all streams; groups of the same number mix across streams."""
     keys = torch.cat([stream.index * len(streams) + number for number, stream in enumerate(streams)])
-    groups = torch.cat([mixup.apart(stream) for stream in streams])
+    groups = torch.cat([mixup.mixing_groups(stream) for stream in streams])
     ends = np.cumsum([0, *(2 * len(stream.index) for stream in streams)])
     places = [torch.arange(start, stop, device=keys.device).view(2, -1) for start, stop in pairwise(ends.tolist())]
     seed = int(streams[0].generator(purpose).integers(2**31))
@@ -227,7 +227,7 @@ def pair_across(streams: Sequence[Batch], purpose: int) -> Tensor:
 @full_precision
 def squared_error(logits_BK: Tensor, target_BK: Tensor, weight_B: Tensor, world: World) -> Tensor:
     """Mean over rows and classes of the squared difference between prediction and target."""
-    return world.mean_over((logits_BK.softmax(1) - target_BK).square().mean(1), weight_B)
+    return world.global_mean((logits_BK.softmax(1) - target_BK).square().mean(1), weight_B)
 
 
 @full_precision
@@ -238,6 +238,6 @@ def uniform_penalty(logits_BK: Tensor, valid_B: Tensor, world: World) -> Tensor:
     average of the gradients over ranks is the gradient of that value.
     """
     sums = torch.cat([(logits_BK.softmax(1) * valid_B[:, None]).sum(0), valid_B.sum()[None]])
-    sums = world.gather_rows(sums[None], [1] * world.size, grad=True).sum(0)
+    sums = world.all_gather_rows(sums[None], [1] * world.size, grad=True).sum(0)
     mean = sums[:-1] / sums[-1].clamp_min(1e-8)
     return -(len(mean) * mean.clamp_min(1e-8)).log().mean()

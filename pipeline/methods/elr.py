@@ -20,7 +20,7 @@ from pipeline.methods import options
 from pipeline.methods.base import Beliefs, OneNetwork
 from pipeline.methods.parts import mixup
 from pipeline.methods.parts.losses import cross_entropy, soft_cross_entropy
-from pipeline.methods.parts.per_sample import remember
+from pipeline.methods.parts.per_sample import update_by_index
 from pipeline.methods.two_networks import TwoNetworks
 from pipeline.models.network import Network
 from pipeline.models.precision import full_precision
@@ -38,7 +38,7 @@ def prediction(logits_BK: Tensor, least: float = LEAST) -> Tensor:
 @full_precision
 def regulariser(prediction_BK: Tensor, memory_BK: Tensor, weight_B: Tensor, world: World) -> Tensor:
     """Mean of log(1 - <memory, prediction>): falls as the prediction agrees with the memory."""
-    return world.mean_over(torch.log(1 - (memory_BK * prediction_BK).sum(1)), weight_B)
+    return world.global_mean(torch.log(1 - (memory_BK * prediction_BK).sum(1)), weight_B)
 
 
 def remembered(memory_NK: Tensor, data: TrainingSet) -> Beliefs:
@@ -61,7 +61,7 @@ class ELR(OneNetwork):
         _, logits = self.network(batch.views["weak"])
         predicted = prediction(logits)
         fresh = predicted.detach()
-        remember(self.memory, batch, fresh / fresh.sum(1, keepdim=True), self.world, keep=self.options.beta)
+        update_by_index(self.memory, batch, fresh / fresh.sum(1, keepdim=True), self.world, keep=self.options.beta)
         ce = cross_entropy(logits, batch.label, batch.valid, self.world)
         elr = regulariser(predicted, self.memory[batch.index], batch.valid, self.world)
         return {"loss": ce + self.options.strength * elr, "ce": ce, "elr": elr}
@@ -84,7 +84,7 @@ class ELRPlus(TwoNetworks):
         self.register_buffer("memory", torch.zeros(len(data), 2, data.classes))
         self.steps = 0  # done so far: (epoch, step) determine it
 
-    def judge(self, number: int) -> Network:
+    def eval_network(self, number: int) -> Network:
         """The networks themselves: the averages only teach."""
         return self.network(number)
 
@@ -102,9 +102,9 @@ class ELRPlus(TwoNetworks):
         images = batch.views["weak"]
         with torch.no_grad():
             fresh = prediction(self.teacher(1 - n)(images)[1], 0.0)
-        remember(self.memory[:, n], batch, fresh, self.world, keep=self.options.beta)
-        lam = mixup.coefficient(batch, self.options.mixup, COEFFICIENT + n, fold=True)
-        partner = mixup.partners(batch, 1, PARTNER + n)
+        update_by_index(self.memory[:, n], batch, fresh, self.world, keep=self.options.beta)
+        lam = mixup.mixup_lambda(batch, self.options.mixup, COEFFICIENT + n, fold=True)
+        partner = mixup.mixup_partners(batch, 1, PARTNER + n)
         target = mixup.mix(F.one_hot(batch.label, self.data.classes).float(), partner, lam)
         memory = mixup.mix(self.memory[batch.index, n], partner, lam)
         _, logits = self.network(n)(mixup.mix(images, partner, lam))

@@ -76,21 +76,21 @@ class HAR(OneNetwork):
     def stages(self) -> list[Stage]:
         epochs = self.config.train.epochs
         length = max(1, round(self.options.probe_part * epochs))
-        probe = Stage("probe", epochs=length, trainable=("probe.",), judged=False)
+        probe = Stage("probe", epochs=length, trainable=("probe.",), evaluated=False)
         return [probe, Stage("train", epochs=epochs, trainable=("network.",))]
 
-    def enter(self, stage: int, epoch: int) -> None:
-        super().enter(stage, epoch)
+    def set_epoch(self, stage: int, epoch: int) -> None:
+        super().set_epoch(stage, epoch)
         self.probed.fill_(stage == MAIN)
 
     def passes(self) -> list[Pass]:
         if self.stage == PROBE:
-            return [Pass(self.data.shuffled(self.tick(), np.flatnonzero(~self.held)))]
+            return [Pass(self.data.shuffled(self.order_key(), np.flatnonzero(~self.held)))]
         return super().passes()
 
     @property
-    def judge(self) -> Network:
-        return super().judge if self.probed else self.probe
+    def eval_network(self) -> Network:
+        return super().eval_network if self.probed else self.probe
 
     def after_step(self) -> None:
         if self.stage == MAIN:
@@ -98,7 +98,7 @@ class HAR(OneNetwork):
 
     # -- how strongly to smooth each class --------------------------------------------------------------
 
-    def wants_survey(self) -> bool:
+    def surveys_before_epoch(self) -> bool:
         return self.stage == MAIN and self.epoch == 0
 
     def survey_outputs(self, images: Tensor, given: Tensor) -> dict[str, Tensor]:
@@ -111,7 +111,7 @@ class HAR(OneNetwork):
         held = torch.from_numpy(self.held)[survey.index.cpu()].to(label.device).double()
         wrong = survey["wrong"].double() * held
         sums = torch.zeros(2, self.data.classes, dtype=torch.float64, device=label.device)
-        wrong_K, held_K = self.world.sum(sums.index_add_(1, label, torch.stack([wrong, held])))
+        wrong_K, held_K = self.world.all_reduce_sum(sums.index_add_(1, label, torch.stack([wrong, held])))
         counts = torch.from_numpy(self.data.counts).to(label.device)
         self.strengths.copy_(
             class_strengths(wrong_K, held_K, counts, self.options.error_power, self.options.count_power)
@@ -128,7 +128,7 @@ class HAR(OneNetwork):
         with self._watched() as outputs:
             _, logits = self.network(batch.views["weak"])
         loss_B = sample_losses(logits, batch.label)
-        ce = self.world.mean_over(loss_B, weight)
+        ce = self.world.global_mean(loss_B, weight)
         har = self._regulariser(loss_B, weight, outputs, batch)
         return {"loss": ce + self.options.strength * har, "ce": ce, "har": har}
 
@@ -145,8 +145,8 @@ class HAR(OneNetwork):
                     gradient = gradient * layer.weight[:, None, None]
                 # The root of zero has no derivative.
                 norms_B = norms_B + (gradient.flatten(1).square().sum(1) + 1e-12).sqrt()
-            total = self.world.sum(weight_B.sum()).clamp_min(1e-8)
-            return self.world.mean_over(self.strengths[batch.label] * norms_B, batch.valid) / total * batch.share
+            total = self.world.all_reduce_sum(weight_B.sum()).clamp_min(1e-8)
+            return self.world.global_mean(self.strengths[batch.label] * norms_B, batch.valid) / total * batch.share
 
     def _norms(self) -> list[nn.BatchNorm2d | nn.GroupNorm]:
         """The normalisations of the residual blocks: all but the stem's."""

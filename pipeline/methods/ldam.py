@@ -61,12 +61,12 @@ class LDAM(OneNetwork):
 
     def scores(self, images: Tensor) -> dict[str, Tensor]:
         """Without margins, but with the scale: its softmax is what was trained."""
-        return {"cosine": self.options.scale * self.judge(images)[1].float()}
+        return {"cosine": self.options.scale * self.eval_network(images)[1].float()}
 
 
 class LDAMDRW(LDAM):
-    def enter(self, stage: int, epoch: int) -> None:
-        super().enter(stage, epoch)
+    def set_epoch(self, stage: int, epoch: int) -> None:
+        super().set_epoch(stage, epoch)
         assert isinstance(self.options, options.LDAMDRW)
         late = epoch >= round(self.options.reweight_start * self.config.train.epochs)
         self.weights.copy_(

@@ -16,7 +16,7 @@ from pipeline.methods import options
 from pipeline.methods.base import Beliefs, OneNetwork
 from pipeline.methods.parts import mixup
 from pipeline.methods.parts.losses import sample_losses
-from pipeline.methods.parts.per_sample import remember
+from pipeline.methods.parts.per_sample import update_by_index
 from pipeline.methods.parts.survey import Survey
 from pipeline.models.precision import full_precision
 from pipeline.process.log import log
@@ -64,11 +64,11 @@ class MentorNet(OneNetwork):
         loss_B, loss_G, valid_G = self._losses(batch)
         self._move(quantile(loss_G, valid_G, self.options.percentile))
         weight = self._curriculum(loss_B.detach())
-        remember(self.weight, batch, weight, self.world)
-        remember(self.score, batch, torch.exp(-loss_B), self.world)
+        update_by_index(self.weight, batch, weight, self.world)
+        update_by_index(self.score, batch, torch.exp(-loss_B), self.world)
         early = self.progress < self.options.dropout_part
-        seen = mixup.chances(batch, DROPOUT) >= (self.options.dropout if early else self.options.dropout_late)
-        loss = self.world.mean_over(loss_B, weight * seen * batch.valid)
+        seen = mixup.row_uniforms(batch, DROPOUT) >= (self.options.dropout if early else self.options.dropout_late)
+        loss = self.world.global_mean(loss_B, weight * seen * batch.valid)
         return {"loss": loss, "moving_percentile": self.moving.clone()}
 
     def _losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,8 +77,8 @@ class MentorNet(OneNetwork):
         loss = sample_losses(logits, batch.label)
         return (
             loss,
-            self.world.gather_rows(loss.detach(), batch.rows),
-            self.world.gather_rows(batch.valid, batch.rows),
+            self.world.all_gather_rows(loss.detach(), batch.rows),
+            self.world.all_gather_rows(batch.valid, batch.rows),
         )
 
     @torch.no_grad()

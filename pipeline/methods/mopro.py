@@ -20,7 +20,7 @@ from pipeline.methods import options
 from pipeline.methods.base import Beliefs, Stage
 from pipeline.methods.parts.losses import cross_entropy, prototype_logits
 from pipeline.methods.parts.survey import Survey
-from pipeline.methods.prototype_method import Embedding
+from pipeline.methods.prototype_method import PrototypeMethod
 from pipeline.models.network import Average, unit
 from pipeline.models.precision import full_precision
 from shards.base.errors import UserError
@@ -28,7 +28,7 @@ from shards.base.errors import UserError
 MAIN, RETRAIN = 0, 1
 
 
-class MoPro(Embedding):
+class MoPro(PrototypeMethod):
     """A prototype is zero until its class was seen."""
 
     queue: Tensor  # (Q+1,D) keys; the last row takes what must not be kept
@@ -75,12 +75,12 @@ class MoPro(Embedding):
     def cleaning_now(self) -> bool:
         return self.stage == RETRAIN or self.epoch >= self.first_cleaning
 
-    def wants_survey(self) -> bool:
+    def surveys_before_epoch(self) -> bool:
         """The last stage learns from one calm look at all samples, not from those of the steps."""
         return self.stage == RETRAIN and self.epoch == 0
 
     def survey_outputs(self, images: Tensor, given: Tensor) -> dict[str, Tensor]:
-        return dict(zip(("z", "linear"), self.look(images)))
+        return dict(zip(("z", "linear"), self.eval_forward(images)))
 
     def begin_epoch(self, survey: Survey | None) -> None:
         if survey is None:
@@ -113,26 +113,26 @@ class MoPro(Embedding):
 
     def passes(self) -> list[Pass]:
         if self.stage == MAIN:
-            return [Pass(self.data.shuffled(self.tick()), ("weak", "strong"))]
+            return [Pass(self.data.shuffled(self.order_key()), ("weak", "strong"))]
         used = self.used.cpu().numpy() > 0
         if not used.any():
             used[:] = True
         label = np.where(used, self.label.cpu().numpy(), -1)
-        walk = sampling.balanced(label, self.data.classes, self.data.seed, self.tick(), int(used.sum()))
-        return [Pass(walk)]
+        order = sampling.balanced(label, self.data.classes, self.data.seed, self.order_key(), int(used.sum()))
+        return [Pass(order)]
 
     def train(self, mode: bool = True) -> MoPro:
         """In the last stage the representation is frozen with its statistics."""
         super().train(mode)
         if self.stage == RETRAIN:
             self.network.backbone.eval()
-            self.judge.backbone.eval()
+            self.eval_network.backbone.eval()
         return self
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         if self.stage == RETRAIN:
             with torch.no_grad():
-                features = self.judge.backbone(batch.views["weak"])
+                features = self.eval_network.backbone(batch.views["weak"])
             label = self.label[batch.index].long()
             return {"loss": cross_entropy(self.network.head(features), label, batch.valid, self.world)}
         features, logits = self.network(batch.views["weak"])
@@ -145,7 +145,9 @@ class MoPro(Embedding):
         if not self.cleaning_now:
             label, kept, used = batch.label, torch.ones_like(kept), torch.ones_like(used)
         weight = batch.valid * used
-        self._note(batch, label, torch.cat([key, z, torch.stack([kept, used, score, batch.valid], 1)], 1))
+        self._remember_for_after_step(
+            batch, label, torch.cat([key, z, torch.stack([kept, used, score, batch.valid], 1)], 1)
+        )
         parts = {"ce": cross_entropy(logits, label, weight, self.world)}
         parts["cc"] = queue_contrastive(
             z, key, self.queue[:-1], self.written, batch.valid, self.options.temperature, self.world
@@ -156,10 +158,10 @@ class MoPro(Embedding):
         return {"loss": loss + self.options.prototype * parts.get("pc", 0.0), **parts}
 
     @torch.no_grad()
-    def _note(self, batch: Batch, label: Tensor, rows: Tensor) -> None:
+    def _remember_for_after_step(self, batch: Batch, label: Tensor, rows: Tensor) -> None:
         """Keep what is to move after the step: the loss still needs queue and prototypes as they are."""
         whole = torch.stack([batch.index, label], 1)
-        self.seen.append((self.world.gather_rows(whole, batch.rows), self.world.gather_rows(rows, batch.rows)))
+        self.seen.append((self.world.all_gather_rows(whole, batch.rows), self.world.all_gather_rows(rows, batch.rows)))
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -174,7 +176,7 @@ class MoPro(Embedding):
         kept, used, score, valid = flags.T
         valid = valid * finite  # the optimiser skips such a step; nothing may remember it either
         enqueue(self.queue, self.written, key, valid)
-        self.prototypes.copy_(moved(self.prototypes, z, label, used * valid, self.options.prototype_momentum))
+        self.prototypes.copy_(ema_update(self.prototypes, z, label, used * valid, self.options.prototype_momentum))
         for memory, value in zip((self.label, self.kept, self.used, self.score), (label, kept, used, score)):
             change = (value.to(memory.dtype) - memory[index]) * valid.to(memory.dtype)
             memory.index_add_(0, index, change)
@@ -182,7 +184,7 @@ class MoPro(Embedding):
     # -- what it says ----------------------------------------------------------------------------------------
 
     def scores(self, images: Tensor) -> dict[str, Tensor]:
-        z, logits = self.look(images)
+        z, logits = self.eval_forward(images)
         return {
             "linear": logits.float(),
             "prototype": prototype_logits(z, self.prototypes, self.options.temperature),
@@ -203,7 +205,7 @@ def queue_contrastive(
     empty = torch.arange(len(queue_QD), device=queue_QD.device) >= written
     others = (z_BD @ queue_QD.T).masked_fill(empty, -torch.inf)
     logits = torch.cat([(z_BD * key_BD).sum(1, keepdim=True), others], 1) / temperature
-    return world.mean_over(
+    return world.global_mean(
         F.cross_entropy(logits, torch.zeros_like(valid_B, dtype=torch.long), reduction="none"), valid_B
     )
 
@@ -217,7 +219,7 @@ def enqueue(queue: Tensor, written: Tensor, key_GD: Tensor, valid_G: Tensor) -> 
     written += real.sum()
 
 
-def moved(prototypes_KD: Tensor, z_GD: Tensor, label_G: Tensor, weight_G: Tensor, momentum: float) -> Tensor:
+def ema_update(prototypes_KD: Tensor, z_GD: Tensor, label_G: Tensor, weight_G: Tensor, momentum: float) -> Tensor:
     """(K,D) unit prototypes after each sample of weight 1, in order, has moved that of its label.
 
     In closed form: a sample's part is (1 - m) m^(samples of the class after it).

@@ -17,12 +17,12 @@ from pipeline.data.batch import Batch, TrainingSet
 from pipeline.distributed.world import World
 from pipeline.methods.base import OneNetwork
 from pipeline.methods.parts.losses import prototype_logits, soft_cross_entropy
-from pipeline.methods.parts.mixup import coefficient, mix, partners
+from pipeline.methods.parts.mixup import mix, mixup_lambda, mixup_partners
 
 MIX_COEFFICIENT, MIX_PARTNER = 1, 2  # purposes of random numbers
 
 
-class Embedding(OneNetwork):
+class PrototypeMethod(OneNetwork):
     """One network with a projector, and prototypes to compare its embeddings with."""
 
     prototypes: Tensor  # (K,D)
@@ -31,13 +31,13 @@ class Embedding(OneNetwork):
         super().__init__(config, data, world, embed=True)
         self.register_buffer("prototypes", torch.zeros(data.classes, config.model.embedding))
 
-    def look(self, images: Tensor) -> tuple[Tensor, Tensor]:
+    def eval_forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """(B,D) embeddings and (B,K) logits of the linear head, by the network that judges."""
-        features, logits = self.judge(images)
-        return self.judge.embed(features), logits
+        features, logits = self.eval_network(images)
+        return self.eval_network.embed(features), logits
 
     def embeddings(self, images: Tensor) -> Tensor:
-        return self.look(images)[0]
+        return self.eval_forward(images)[0]
 
     def prototype_loss(
         self, batch: Batch, label: Tensor, weight: Tensor, views: Sequence[str], mixup: float, temperature: float
@@ -50,8 +50,8 @@ class Embedding(OneNetwork):
         target = F.one_hot(label, self.data.classes).float().repeat(len(views), 1)
         weights = weight.repeat(len(views))
         if mixup:
-            lam = coefficient(batch, mixup, MIX_COEFFICIENT)
-            partner = partners(replace(batch, valid=weight), len(views), MIX_PARTNER)
+            lam = mixup_lambda(batch, mixup, MIX_COEFFICIENT)
+            partner = mixup_partners(replace(batch, valid=weight), len(views), MIX_PARTNER)
             images, target, weights = (mix(v, partner, lam) for v in (images, target, weights))
         z = self.network.embed(self.network(images)[0])
         return soft_cross_entropy(prototype_logits(z, self.prototypes, temperature), target, weights, self.world)

@@ -19,7 +19,7 @@ from pipeline.methods.parts import cleaning
 from pipeline.methods.parts.losses import cross_entropy, given_confidence, instance_contrastive, prototype_logits
 from pipeline.methods.parts.prototypes import class_prototypes
 from pipeline.methods.parts.survey import Survey
-from pipeline.methods.prototype_method import VIEWS, Embedding
+from pipeline.methods.prototype_method import VIEWS, PrototypeMethod
 
 WARMUP, MAIN = 0, 1
 PRESETS = {
@@ -34,7 +34,7 @@ def resolve(options: Options) -> Options:
     return options.model_copy(update=chosen)
 
 
-class Prototypical(Embedding):
+class Prototypical(PrototypeMethod):
     """`prototypes`, of the epoch's start, teach; `current` ones judge."""
 
     current: Tensor  # (K,D) of the network as it is now
@@ -75,14 +75,14 @@ class Prototypical(Embedding):
     def threshold(self) -> float:
         return cleaning.threshold_at(self.options, self.epoch, self.config.train.epochs, self.data.classes)
 
-    def wants_survey(self) -> bool:
+    def surveys_before_epoch(self) -> bool:
         return self.stage == MAIN
 
-    def ends_with_survey(self) -> bool:
+    def surveys_after_epoch(self) -> bool:
         return self.stage == MAIN
 
     def survey_outputs(self, images: Tensor, given: Tensor) -> dict[str, Tensor]:
-        z, logits = self.look(images)
+        z, logits = self.eval_forward(images)
         return {"z": z, "linear": given_confidence(logits, given)}
 
     def begin_epoch(self, survey: Survey | None) -> None:
@@ -95,7 +95,7 @@ class Prototypical(Embedding):
         others = {"linear": survey.everywhere(survey["linear"])}
         self.told = Beliefs(score=survey.everywhere(part.score), other_scores=others, basis=basis)
         if self.cleaning_now:
-            self._believe(part, survey)
+            self._update_beliefs(part, survey)
 
     def end_epoch(self, survey: Survey | None) -> None:
         if survey is not None:
@@ -114,7 +114,7 @@ class Prototypical(Embedding):
         self.empty_classes = int(empty.sum())
         return out
 
-    def _believe(self, part: cleaning.Cleaned, survey: Survey) -> None:
+    def _update_beliefs(self, part: cleaning.Cleaned, survey: Survey) -> None:
         """What this rank found about its part becomes everybody's belief."""
         self.refined.copy_(survey.everywhere(part.label.int()))  # gloo cannot send int16
         self.clean.copy_(survey.everywhere(part.clean.to(torch.uint8)).bool())
@@ -139,8 +139,8 @@ class Prototypical(Embedding):
 
     def passes(self) -> list[Pass]:
         if self.stage == WARMUP:
-            return [Pass(self.data.shuffled(self.tick()))]
-        return [Pass(self.data.shuffled(self.tick()), ("weak", "strong"))]
+            return [Pass(self.data.shuffled(self.order_key()))]
+        return [Pass(self.data.shuffled(self.order_key()), ("weak", "strong"))]
 
     @property
     def mixing_now(self) -> bool:
@@ -184,7 +184,7 @@ class Prototypical(Embedding):
     # -- what it says ---------------------------------------------------------------------------------------------------
 
     def scores(self, images: Tensor) -> dict[str, Tensor]:
-        (z, logits), T = self.look(images), self.options.temperature
+        (z, logits), T = self.eval_forward(images), self.options.temperature
         heads = {"prototype": prototype_logits(z, self.current, T), "stale": prototype_logits(z, self.prototypes, T)}
         if self.options.stale_prototypes:
             heads = {"prototype": heads["stale"], "fresh": heads["prototype"]}

@@ -14,7 +14,7 @@ from pipeline.config import Config
 from pipeline.data.batch import Batch, TrainingSet
 from pipeline.distributed.world import World
 from pipeline.methods import options
-from pipeline.methods.decoupling import centred
+from pipeline.methods.decoupling import normalize_features
 from pipeline.methods.dividemix import DivideMix
 from pipeline.methods.ldam import class_weights
 from pipeline.methods.parts.gaussian_mixture import Fit, posterior_by_class
@@ -36,24 +36,24 @@ class RoLT(DivideMix):
         self.register_buffer("class_weight", weights, persistent=False)
 
     def survey_outputs(self, images: Tensor, given: Tensor) -> dict[str, Tensor]:
-        features, logits = zip(*(self.judge(n)(images) for n in range(2)))
-        return {f"features{n}": features[n] for n in range(2)} | self.judged(list(logits), given)
+        features, logits = zip(*(self.eval_network(n)(images) for n in range(2)))
+        return {f"features{n}": features[n] for n in range(2)} | self.votes_and_losses(list(logits), given)
 
     def divide(self, survey: Survey) -> list[np.ndarray]:
         return [self.divide_by(n, survey) for n in range(2)]
 
     def divide_by(self, n: int, survey: Survey) -> np.ndarray:
         """(N,) belief of one network: centroids of all, who is near, their centroids, who is near now."""
-        rows, given = self.centred(survey[f"features{n}"]), self.data.labels(survey.index)
+        rows, given = self.normalize_features(survey[f"features{n}"]), self.data.labels(survey.index)
         everybody = torch.ones_like(rows[:, 0])
-        belief = self.near(survey, rows, self.centroids(rows, given, everybody)[0])
+        belief = self.clean_probability(survey, rows, self.centroids(rows, given, everybody)[0])
         trusted = torch.from_numpy(belief > 0.5).to(rows)[survey.index]
-        return self.near(survey, rows, self.centroids(rows, given, trusted)[0])
+        return self.clean_probability(survey, rows, self.centroids(rows, given, trusted)[0])
 
-    def centred(self, features: Tensor) -> Tensor:
+    def normalize_features(self, features: Tensor) -> Tensor:
         """(n,D) features seen from the mean of the training set, at length one."""
-        centre = self.world.sum(features.double().sum(0)) / len(self.data)
-        return centred(features, centre.float())
+        centre = self.world.all_reduce_sum(features.double().sum(0)) / len(self.data)
+        return normalize_features(features, centre.float())
 
     def centroids(self, rows: Tensor, given: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """(K,D) means of the weighted rows of all ranks, and (K,) how many there are.
@@ -61,15 +61,15 @@ class RoLT(DivideMix):
         A class whose rows all have weight zero takes the mean of all of them.
         """
         K, everybody = self.data.classes, torch.ones_like(weight)
-        sums = self.world.sum(torch.stack([class_sums(rows, given, w, K) for w in (weight, everybody)]))
+        sums = self.world.all_reduce_sum(torch.stack([class_sums(rows, given, w, K) for w in (weight, everybody)]))
         chosen = torch.where(sums[0, :, -1:] > 0, sums[0], sums[1])
         return chosen[:, :-1] / chosen[:, -1:].clamp_min(1e-12), sums[0, :, -1]
 
-    def near(self, survey: Survey, rows: Tensor, centroids: Tensor) -> np.ndarray:
+    def clean_probability(self, survey: Survey, rows: Tensor, centroids: Tensor) -> np.ndarray:
         """(N,) chance to belong to the nearer half of the own class."""
-        similarity = survey.everywhere(minus_distance(rows, centroids[self.data.labels(survey.index)])).cpu().numpy()
+        similarity = survey.everywhere(negative_distance(rows, centroids[self.data.labels(survey.index)])).cpu().numpy()
         given, K = self.data.given, self.data.classes
-        return self.on_lead(lambda: posterior_by_class(similarity, given, K, "large", FIT))
+        return self.on_main_rank(lambda: posterior_by_class(similarity, given, K, "large", FIT))
 
     def labelled_weight(self, batch: Batch) -> Tensor:
         late = self.epoch >= round(self.options.reweight_start * self.config.train.epochs)
@@ -78,6 +78,6 @@ class RoLT(DivideMix):
 
 
 @full_precision
-def minus_distance(rows_nD: Tensor, centroid_nD: Tensor) -> Tensor:
+def negative_distance(rows_nD: Tensor, centroid_nD: Tensor) -> Tensor:
     """(n,) minus the squared distance of each row to its centroid."""
     return -(rows_nD - centroid_nD).square().sum(1)

@@ -19,14 +19,14 @@ from pipeline.methods.base import Beliefs, Stage
 from pipeline.methods.parts.losses import cross_entropy, instance_contrastive
 from pipeline.methods.parts.prototypes import class_prototypes
 from pipeline.methods.parts.survey import Survey
-from pipeline.methods.prototype_method import VIEWS, Embedding
+from pipeline.methods.prototype_method import VIEWS, PrototypeMethod
 from pipeline.models.network import unit
 from pipeline.models.precision import full_precision
 
 WARMUP, MAIN = 0, 1
 
 
-class RRL(Embedding):
+class RRL(PrototypeMethod):
     bank: Tensor  # (N,D) embeddings of the last survey: neighbours for evaluation
     soft: Tensor  # (N,K) soft labels; one-hot where the given label is kept
     hard: Tensor  # (N,) their likeliest class
@@ -66,14 +66,14 @@ class RRL(Embedding):
     def cleaning_now(self) -> bool:
         return self.stage == MAIN and self.epoch >= self.first_cleaning
 
-    def wants_survey(self) -> bool:
+    def surveys_before_epoch(self) -> bool:
         return self.stage == MAIN
 
-    def ends_with_survey(self) -> bool:
+    def surveys_after_epoch(self) -> bool:
         return self.stage == MAIN
 
     def survey_outputs(self, images: Tensor, given: Tensor) -> dict[str, Tensor]:
-        return dict(zip(("z", "linear"), self.look(images)))
+        return dict(zip(("z", "linear"), self.eval_forward(images)))
 
     def begin_epoch(self, survey: Survey | None) -> None:
         if survey is None:
@@ -94,7 +94,7 @@ class RRL(Embedding):
         said = survey["linear"].softmax(1)
         if self.epoch == self.first_cleaning:  # neighbours need soft labels to start from
             self.soft.copy_(survey.everywhere(self._keep_given(said, given)[0]))
-        near = neighbours_say(
+        near = knn_label_distribution(
             survey["z"], self.bank, self.soft, self.options.neighbours, self.options.temperature,
             self.options.neighbour_block, survey.index,
         )  # fmt: skip
@@ -123,7 +123,7 @@ class RRL(Embedding):
 
     def passes(self) -> list[Pass]:
         views = ("weak",) if self.stage == WARMUP else ("weak", "strong")
-        return [Pass(self.data.shuffled(self.tick()), views)]
+        return [Pass(self.data.shuffled(self.order_key()), views)]
 
     @property
     def prototype_weight(self) -> float:
@@ -163,18 +163,18 @@ class RRL(Embedding):
     # -- what it says ----------------------------------------------------------------------------------------
 
     def scores(self, images: Tensor) -> dict[str, Tensor]:
-        (z, logits), o = self.look(images), self.options
-        near = neighbours_say(z, self.bank, self.soft, o.neighbours, o.temperature, o.neighbour_block)
+        (z, logits), o = self.eval_forward(images), self.options
+        near = knn_label_distribution(z, self.bank, self.soft, o.neighbours, o.temperature, o.neighbour_block)
         return {"linear": logits.float(), "neighbours": near.clamp_min(1e-8).log()}
 
 
 @full_precision
 def reconstruction_error(decoded_BF: Tensor, features_BF: Tensor, valid_B: Tensor, world: World) -> Tensor:
-    return world.mean_over((decoded_BF.relu() - features_BF).square().mean(1), valid_B)
+    return world.global_mean((decoded_BF.relu() - features_BF).square().mean(1), valid_B)
 
 
 @full_precision
-def neighbours_say(
+def knn_label_distribution(
     z_nD: Tensor,
     bank_ND: Tensor,
     soft_NK: Tensor,

@@ -47,7 +47,7 @@ class SFA(RoLT):
     def survey_outputs(self, images: Tensor, given: Tensor) -> dict[str, Tensor]:
         out = super().survey_outputs(images, given)
         for n in range(2):
-            out[f"balanced{n}"] = given_confidence(self.balanced_judge(n)(out[f"features{n}"]), given)
+            out[f"balanced{n}"] = given_confidence(self.balanced_eval_head(n)(out[f"features{n}"]), given)
         return out
 
     def begin_epoch(self, survey: Survey | None) -> None:
@@ -67,27 +67,27 @@ class SFA(RoLT):
         return self.options.candidate_growth**done / self.data.classes
 
     def divide_by(self, n: int, survey: Survey) -> np.ndarray:
-        rows, given = self.centred(survey[f"features{n}"]), self.data.labels(survey.index)
+        rows, given = self.normalize_features(survey[f"features{n}"]), self.data.labels(survey.index)
         candidates = (survey[f"balanced{n}"] > self.candidate_threshold).to(rows)
         fresh, count = self.centroids(rows, given, candidates)
         keep = self.options.averaging if self.averaged else 0.0
         self.mean[n].lerp_(fresh, 1 - keep)
         self.square[n].lerp_(fresh.square(), 1 - keep)
-        return self.near(survey, rows, self._drawn(n, count > self.options.sampled_above))
+        return self.clean_probability(survey, rows, self._drawn(n, count > self.options.sampled_above))
 
     def _drawn(self, n: int, large: Tensor) -> Tensor:
         """(K,D) the average, or for large classes a draw from the Gaussian of mean and square."""
         spread = (self.square[n] - self.mean[n].square()).clamp_min(0).sqrt()
-        noise = keyed_generator(self.data.seed, self.tick(), n, CENTROIDS).standard_normal(spread.shape)
+        noise = keyed_generator(self.data.seed, self.order_key(), n, CENTROIDS).standard_normal(spread.shape)
         return self.mean[n] + large[:, None] * spread * torch.from_numpy(noise).to(spread)
 
-    def balanced_judge(self, n: int) -> nn.Module:
+    def balanced_eval_head(self, n: int) -> nn.Module:
         heads = self.balanced if self.balanced_average is None else self.balanced_average.network
         return heads[n]  # type: ignore[index]
 
     # -- how it is trained -----------------------------------------------------------------------------------
 
-    def learns(self, n: int) -> tuple[str, ...]:
+    def trained_parameters(self, n: int) -> tuple[str, ...]:
         return (f"networks.{n}.", f"balanced.{n}.")
 
     def after_step(self) -> None:
@@ -98,7 +98,7 @@ class SFA(RoLT):
     def warmup_losses(self, n: int, batch: Batch) -> dict[str, Tensor]:
         features, logits = self.network(n)(batch.views["weak"])
         parts = {"ce": cross_entropy(logits, batch.label, batch.valid, self.world)}
-        logits = shifted(self.balanced[n](features), self.counts[n])
+        logits = balanced_softmax_logits(self.balanced[n](features), self.counts[n])
         parts["balanced"] = cross_entropy(logits, batch.label, batch.valid, self.world)
         return {"loss": parts["ce"] + parts["balanced"], **parts}
 
@@ -106,7 +106,7 @@ class SFA(RoLT):
         self, n: int, batch: Batch, features: Tensor, logits: Tensor, target: Tensor, valid: Tensor
     ) -> dict[str, Tensor]:
         losses = super().mixed_losses(n, batch, features, logits, target, valid)
-        logits = shifted(self.balanced[n](features), self.counts[1 - n])
+        logits = balanced_softmax_logits(self.balanced[n](features), self.counts[1 - n])
         parts = self.semi_supervised(logits, target, valid, self.labelled_weight(batch))
         loss = parts["labelled"] + self.unlabelled_weight * parts.get("unlabelled", 0.0)
         named = {f"balanced_{name}": value for name, value in parts.items()}
@@ -116,14 +116,14 @@ class SFA(RoLT):
 
     def scores(self, images: Tensor) -> dict[str, Tensor]:
         """Both classifiers of both networks count; each kind beside it."""
-        said = [self.judge(n)(images) for n in range(2)]
+        said = [self.eval_network(n)(images) for n in range(2)]
         linear = torch.stack([logits.float() for _, logits in said]).mean(0)
-        balanced = torch.stack([self.balanced_judge(n)(said[n][0]).float() for n in range(2)]).mean(0)
+        balanced = torch.stack([self.balanced_eval_head(n)(said[n][0]).float() for n in range(2)]).mean(0)
         return {"both": (linear + balanced) / 2, "linear": linear, "balanced": balanced}
 
 
 @full_precision
-def shifted(logits_BK: Tensor, counts_K: Tensor) -> Tensor:
+def balanced_softmax_logits(logits_BK: Tensor, counts_K: Tensor) -> Tensor:
     """Balanced softmax: with the frequency of the classes explained away, the bare logits treat them alike.
 
     A class nobody stands for counts as one sample, or its logit would be minus infinity.

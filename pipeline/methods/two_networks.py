@@ -33,7 +33,7 @@ class TwoNetworks(Method):
     def network(self, number: int) -> Network:
         return self.networks[number]  # type: ignore[return-value]
 
-    def judge(self, number: int) -> Network:
+    def eval_network(self, number: int) -> Network:
         """The network used for survey, evaluation and prediction."""
         return self.network(number) if self.average is None else self.average[number].network  # type: ignore[return-value]
 
@@ -44,9 +44,9 @@ class TwoNetworks(Method):
 
     def scores(self, images: Tensor) -> dict[str, Tensor]:
         """The mean of the logits counts; each network's own verdict beside it."""
-        first, second = (self.judge(n)(images)[1].float() for n in range(2))
+        first, second = (self.eval_network(n)(images)[1].float() for n in range(2))
         return {"both": (first + second) / 2, "first": first, "second": second}
 
     def embeddings(self, images: Tensor) -> Tensor:
         """Cosines of these are the mean of the two networks' cosines."""
-        return unit(torch.cat([unit(self.judge(n)(images)[0]) for n in range(2)], 1))
+        return unit(torch.cat([unit(self.eval_network(n)(images)[0]) for n in range(2)], 1))

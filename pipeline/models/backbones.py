@@ -32,7 +32,7 @@ def build_backbone(config: ModelConfig) -> tuple[nn.Module, int]:
 def _timm(name: str) -> tuple[nn.Module, int]:
     from pipeline.models import torchvision_compat
 
-    torchvision_compat.prepare()
+    torchvision_compat.patch_torchvision()
     import timm
 
     if name not in timm.list_models():

@@ -13,7 +13,7 @@ _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 _library: torch.library.Library | None = None
 
 
-def prepare() -> None:
+def patch_torchvision() -> None:
     """Call before importing torchvision or timm. Does nothing where the operators load."""
     global _library
     if _library is not None or hasattr(torch.ops.torchvision, "nms"):

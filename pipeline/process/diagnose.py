@@ -10,7 +10,7 @@ GONE = ("closed by peer", "reset by peer", "broken pipe", "connection refused", 
 AGAIN = "The same command goes on from the last checkpoint."
 
 
-def explain(error: BaseException, rank: int, where: object, timeout: float) -> str:
+def explain_failure(error: BaseException, rank: int, where: object, timeout: float) -> str:
     """`where` is the position in the training, None before it began."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     low = text.lower()

@@ -37,12 +37,12 @@ def run_rank(main: Callable[[list[str]], int | None]) -> NoReturn:
     os._exit(code)
 
 
-def watched() -> bool:
+def is_supervised() -> bool:
     """Whether `launch.entry` is there to read what is recorded."""
     return bool(os.environ.get(FOLDER))
 
 
-def record(outcome: Outcome, reason: str = "") -> int:
+def write_exit_status(outcome: Outcome, reason: str = "") -> int:
     """Leave the outcome of this rank for the launcher; the exit code this process should end with.
 
     Under `launch.entry` a rank that stopped or refused exits with 0: torchrun would start it
@@ -65,13 +65,13 @@ def record(outcome: Outcome, reason: str = "") -> int:
     return EXIT_CODES["failed"] if outcome == "failed" else 0
 
 
-def all_done(ends: dict[int, dict[str, Any]]) -> bool:
+def all_ended(ends: dict[int, dict[str, Any]]) -> bool:
     """Whether every rank of this machine is through; one that failed may be started again."""
     through = [end for end in ends.values() if end["outcome"] != "failed"]
     return bool(through) and len(through) == through[0]["ranks_here"]
 
 
-def collect(folder: str | Path) -> dict[int, dict[str, Any]]:
+def read_exit_statuses(folder: str | Path) -> dict[int, dict[str, Any]]:
     """Outcomes by rank, of the latest attempt only: after an in-place restart earlier ones are stale."""
     found: dict[int, dict[str, Any]] = {}
     for path in Path(folder).glob("rank-*.json"):

@@ -13,30 +13,30 @@ T = TypeVar("T")
 log = logging.getLogger("pipeline")
 
 
-def start_logging(leads: bool, file: Path | None = None) -> None:
+def start_logging(is_main: bool, file: Path | None = None) -> None:
     """Warnings and errors from every rank, the rest from the lead; also into the run's log.txt."""
     handlers: list[logging.Handler] = []
-    if leads and sys.stderr.isatty():
+    if is_main and sys.stderr.isatty():
         from rich.logging import RichHandler
 
         handlers.append(RichHandler(show_path=False, markup=False, log_time_format="%H:%M:%S"))
     else:
         handlers.append(logging.StreamHandler())
-    if leads and file is not None:
+    if is_main and file is not None:
         handlers.append(logging.FileHandler(file, encoding="utf-8"))
     form = logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S")
     for handler in handlers:
         if not type(handler).__name__.startswith("Rich"):
             handler.setFormatter(form)
-        handler.setLevel(logging.INFO if leads else logging.ERROR)
+        handler.setLevel(logging.INFO if is_main else logging.ERROR)
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
     for noisy in ("mlflow", "alembic", "matplotlib", "botocore", "fsspec", "s3fs", "torch", "numba", "PIL"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
-def follow(items: Iterable[T], total: int, title: str, leads: bool, done: int = 0) -> Iterator[T]:
+def follow(items: Iterable[T], total: int, title: str, is_main: bool, done: int = 0) -> Iterator[T]:
     """Pass items on; on a terminal with a bar that shows rate and time left."""
-    if not (leads and sys.stderr.isatty()):
+    if not (is_main and sys.stderr.isatty()):
         yield from items
         return
     from rich.console import Console

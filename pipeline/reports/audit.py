@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from pipeline.inference.open_run import Opened
+    from pipeline.inference.open_run import OpenedRun
     from shards.config import BuildConfig
     from shards.reader import Split
 
@@ -70,7 +70,7 @@ class Rate:
 # -- looking at the training set -------------------------------------------------------------------
 
 
-def examine(opened: Opened, split: Split, threshold: float | None = None) -> Findings:
+def audit_labels(opened: OpenedRun, split: Split, threshold: float | None = None) -> Findings:
     """Look at every training sample once and put together what model and method think of it."""
     given, true = split.given.astype(np.int64), split.true.astype(np.int64)
     beliefs = _beliefs(opened, len(split))
@@ -100,7 +100,7 @@ def examine(opened: Opened, split: Split, threshold: float | None = None) -> Fin
     )
 
 
-def _survey(opened: Opened, split: Split, refined: np.ndarray | None) -> tuple[np.ndarray, ...]:
+def _survey(opened: OpenedRun, split: Split, refined: np.ndarray | None) -> tuple[np.ndarray, ...]:
     """(confidence in the given label, suggestion, confidence in it, embedding) of every sample; the method's
     refined labels are the suggestion where there are any, else the model's answers."""
     import torch
@@ -123,7 +123,7 @@ def _survey(opened: Opened, split: Split, refined: np.ndarray | None) -> tuple[n
     return score, suggested.astype(np.int64), suggested_score, embedding
 
 
-def _beliefs(opened: Opened, samples: int) -> dict[str, np.ndarray]:
+def _beliefs(opened: OpenedRun, samples: int) -> dict[str, np.ndarray]:
     """weight, label, clean and flagged by sample, as far as the method kept them in its checkpoint."""
     method = opened.model.method
     if opened.position is None or len(method.data) != samples:
@@ -169,7 +169,7 @@ def rates(findings: Findings, classes: int) -> list[Rate]:
     return [Rate(int(f), int(n)) for f, n in zip(flagged, total)]
 
 
-def quality(findings: Findings) -> dict[str, float] | None:
+def detection_quality(findings: Findings) -> dict[str, float] | None:
     """How well the suspicious samples are those with a wrong label; None where the truth is not known."""
     from pipeline.evaluation.metrics import area_under_curve, detection
 
@@ -216,7 +216,7 @@ def write_tables(findings: Findings, split: Split, out: Path) -> None:
     pa.csv.write_csv(table.set_column(place, "neighbours", joined), out / "audit.csv")
 
 
-def corrected(findings: Findings, classes: int, how: str) -> tuple[np.ndarray, np.ndarray, list[int]]:
+def corrected_labels(findings: Findings, classes: int, how: str) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """(label, whether it stays) of every sample, and the classes that are left as they were given.
 
     A class of which nothing would remain is one the model does not know: its labels are no worse than the
@@ -234,11 +234,11 @@ def corrected(findings: Findings, classes: int, how: str) -> tuple[np.ndarray, n
         doubted &= ~np.isin(findings.given, list(empty))
 
 
-def apply(findings: Findings, opened: Opened, split: Split, test: Split | None, out: Path, how: str) -> str:
+def apply(findings: Findings, opened: OpenedRun, split: Split, test: Split | None, out: Path, how: str) -> str:
     """Write the corrected label list; returns the command that builds shards from it."""
     import csv
 
-    label, keep, spared = corrected(findings, len(split.classes), how)
+    label, keep, spared = corrected_labels(findings, len(split.classes), how)
     if spared:
         names = ", ".join(split.classes[k] for k in spared[:10]) + (", ..." if len(spared) > 10 else "")
         print(f"nothing would be left of {names}: labels given as such are kept as they are")

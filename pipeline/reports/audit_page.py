@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.data.decode import DecodeError, decode
-from pipeline.reports.audit import Findings, Rate, quality, rates
+from pipeline.reports.audit import Findings, Rate, detection_quality, rates
 
 if TYPE_CHECKING:
     from shards.reader import Split
@@ -48,7 +48,7 @@ def _summary(findings: Findings, name: str) -> str:
     flagged, total = int(findings.suspicious.sum()), len(findings.given)
     text = f"{flagged} of {total} labels look wrong ({flagged / max(total, 1):.1%}) to {name}. "
     text += f"Suspicious: {findings.rule}."
-    judged = quality(findings)
+    judged = detection_quality(findings)
     if judged:
         text += (
             f" Against the true labels: precision {judged['precision']:.3f}, recall {judged['recall']:.3f}, "

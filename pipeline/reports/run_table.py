@@ -19,7 +19,7 @@ PAPER = Path(__file__).with_name("paper_tables.json")
 INCIDENTAL = (
     "seed", "output", "tracking.", "checkpoint.", "train.device", "train.log_every", "train.timeout",
     "train.stop_file", "train.deadline_minutes", "train.sample_log", "train.max_bad_steps", "data.threads",
-    "data.ahead", "data.cache.", "data.loader", "table_cell", "shards.output",
+    "data.prefetch", "data.cache.", "data.loader", "table_cell", "shards.output",
     "shards.url", "shards.path", "shards.writers", "shards.max_rejected", "shards.download",
     "engine", "deepspeed.", "method.name",
 )  # fmt: skip

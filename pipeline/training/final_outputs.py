@@ -12,7 +12,7 @@ import torch
 from pipeline.config import Config
 from pipeline.evaluation.accuracy import Evaluation, evaluate
 from pipeline.process.log import log
-from pipeline.training.trainer import Trainer, last_mean
+from pipeline.training.trainer import Trainer, mean_of_last
 
 EMBEDDED = 1000  # test pictures on the embedding map
 
@@ -34,7 +34,7 @@ def summarise(config: Config, trainer: Trainer) -> dict[str, Any]:
         "best": history[best]["test/top1"],
         "best_epoch": best,
         "last": last["test/top1"],
-        "mean_last10": last_mean(history),
+        "mean_last10": mean_of_last(history),
         "many": last.get("test/many"),
         "medium": last.get("test/medium"),
         "few": last.get("test/few"),
@@ -47,7 +47,7 @@ def summarise(config: Config, trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def finish(config: Config, trainer: Trainer, folder: Path) -> dict[str, Any] | None:
+def write_final_outputs(config: Config, trainer: Trainer, folder: Path) -> dict[str, Any] | None:
     """Write everything. Called by all ranks, because the confidence on the training set is a pass of all ranks."""
     split = trainer.train_split
     confidence = evaluate(
@@ -56,12 +56,12 @@ def finish(config: Config, trainer: Trainer, folder: Path) -> dict[str, Any] | N
         split.given,
         split.clean_counts,
         trainer.world,
-        trainer.pulse,
+        trainer.step_sync,
         trainer.autocast,
     ).confidence
     if not trainer.last_evaluation:  # resumed after the last epoch
         trainer.evaluate_all()
-    if not trainer.world.leads:
+    if not trainer.world.is_main:
         return None
     test = trainer.last_evaluation["test"]
     _write_classes(folder, split.classes, split.clean_counts, test)
@@ -84,7 +84,7 @@ def finish(config: Config, trainer: Trainer, folder: Path) -> dict[str, Any] | N
     return summary
 
 
-def note_run(folder: Path, summary: dict[str, Any], run_id: str | None) -> None:
+def record_mlflow_run(folder: Path, summary: dict[str, Any], run_id: str | None) -> None:
     """A short run may end before MLflow has told its id."""
     if run_id and summary["run_id"] != run_id:
         summary["run_id"] = run_id

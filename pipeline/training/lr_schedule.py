@@ -7,7 +7,7 @@ import math
 from pipeline.config import OptimConfig
 
 
-def learning_rate(optim: OptimConfig, epoch: int, epochs: int, constant: bool = False) -> float:
+def lr_at(optim: OptimConfig, epoch: int, epochs: int, constant: bool = False) -> float:
     """Rate during `epoch` (from 0) of `epochs`.
 
     Cosine is stepped before the epoch, as the released code does: epoch 0 already has the first decay and the last epoch

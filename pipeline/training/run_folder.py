@@ -27,7 +27,7 @@ def default_folder(config: Config) -> str:
     return "runs/" + name.replace("=", "").replace(" ", "_")
 
 
-def make_folder(config: Config) -> Path:
+def create_run_folder(config: Config) -> Path:
     return output_folder(Path(config.output))
 
 

@@ -39,7 +39,7 @@ def _filesystem(scheme: str, process: int) -> Any:
         raise UserError(f"{scheme}:// needs another package: {error}{extra}.") from None
 
 
-def patiently(action: Callable[[], T], what: str, deadline: float = 60.0) -> T:
+def with_retries(action: Callable[[], T], what: str, deadline: float = 60.0) -> T:
     """Do it, again with growing pauses if it fails, until the deadline; what cannot improve fails at once."""
     end = time.monotonic() + deadline
     usual = 0.25
@@ -191,8 +191,8 @@ class RemoteStore(Store):
     def fs(self) -> Any:
         return _filesystem(self.scheme, os.getpid())
 
-    def _patiently(self, action: Callable[[], T], name: str) -> T:
-        return patiently(action, redact(self.at(name)))
+    def _with_retries(self, action: Callable[[], T], name: str) -> T:
+        return with_retries(action, redact(self.at(name)))
 
     def size(self, name: str) -> int | None:
         def ask() -> int | None:
@@ -201,7 +201,7 @@ class RemoteStore(Store):
             except FileNotFoundError:
                 return None
 
-        return self._patiently(ask, name)
+        return self._with_retries(ask, name)
 
     @property
     def _fresh(self) -> dict[str, bool]:
@@ -216,7 +216,7 @@ class RemoteStore(Store):
             except FileNotFoundError:
                 return []
 
-        found = self._patiently(ask, folder)
+        found = self._with_retries(ask, folder)
         return {item["name"].rsplit("/", 1)[-1]: item["size"] for item in found if item["type"] == "file"}
 
     def _bytes(self, name: str) -> bytes | None:
@@ -226,7 +226,7 @@ class RemoteStore(Store):
             except FileNotFoundError:
                 return None
 
-        return self._patiently(ask, name)
+        return self._with_retries(ask, name)
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
         def ask() -> bytes:
@@ -237,11 +237,11 @@ class RemoteStore(Store):
                 raise OSError(f"{len(data)} of {end - start} bytes arrived")
             return data
 
-        return self._patiently(ask, name)
+        return self._with_retries(ask, name)
 
     def write(self, name: str, data: bytes, lasting: bool = True) -> None:
         if self.scheme in _ATOMIC:
-            self._patiently(lambda: self.fs.pipe_file(self.at(name), data), name)
+            self._with_retries(lambda: self.fs.pipe_file(self.at(name), data), name)
             return
         temporary = self.temporary()
         try:
@@ -268,7 +268,7 @@ class RemoteStore(Store):
             if arrived != sent:
                 raise OSError(f"{arrived} of {sent} bytes arrived")
 
-        self._patiently(attempt, name)
+        self._with_retries(attempt, name)
         local.unlink()
 
     def fetch(self, name: str, local: Path) -> None:
@@ -279,14 +279,14 @@ class RemoteStore(Store):
             with contextlib.suppress(FileNotFoundError):
                 self.fs.rm_file(self.at(name))
 
-        self._patiently(attempt, name)
+        self._with_retries(attempt, name)
 
     def remove_folder(self, name: str) -> None:
         def attempt() -> None:
             with contextlib.suppress(FileNotFoundError):
                 self.fs.rm(self.at(name), recursive=True)
 
-        self._patiently(attempt, name)
+        self._with_retries(attempt, name)
 
 
 def store_at(url: str) -> Store:

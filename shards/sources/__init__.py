@@ -27,7 +27,7 @@ class Rejected(Exception):
 
 
 @dataclass(frozen=True)
-class Rows:
+class SourceTable:
     """One split as the source has it, by row."""
 
     keys: pa.Array  # what names the picture in the source, for people and for the reader
@@ -43,8 +43,8 @@ class Rows:
             names: list[Any] = self.keys.slice(start, 1 << 16).to_pylist()
             yield from names
 
-    def take(self, chosen: NDArray[np.bool_]) -> Rows:
-        return Rows(self.keys.filter(pa.array(chosen)), self.given[chosen], self.true[chosen])
+    def take(self, chosen: NDArray[np.bool_]) -> SourceTable:
+        return SourceTable(self.keys.filter(pa.array(chosen)), self.given[chosen], self.true[chosen])
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Collection:
 
     name: str
     classes: list[str]
-    splits: dict[str, Rows]
+    splits: dict[str, SourceTable]
     reader: Reader
     # (split, key, reason) of what was seen but cannot be used
     rejected: list[tuple[str, str, str]] = field(default_factory=list)

@@ -23,7 +23,7 @@ from PIL import Image
 from shards.base.errors import UserError
 from shards.base.progress import Log
 from shards.config import BuildConfig
-from shards.sources import Collection, Rows
+from shards.sources import Collection, SourceTable
 from shards.sources.labels import with_labels
 from shards.sources.plain_pickle import NotPlainData, read_batch
 
@@ -38,7 +38,7 @@ Pictures = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class Published:
+class Release:
     """One of the two sets as its authors publish it."""
 
     folder: str
@@ -56,7 +56,7 @@ class Published:
 
 
 SETS = {
-    "cifar10": Published(
+    "cifar10": Release(
         "cifar-10-batches-py",
         "cifar-10-python.tar.gz",
         "c58f30108f718f92721af3b95e74349a",
@@ -66,7 +66,7 @@ SETS = {
         "batches.meta",
         "label_names",
     ),
-    "cifar100": Published(
+    "cifar100": Release(
         "cifar-100-python",
         "cifar-100-python.tar.gz",
         "eb9058c3a382ffc7106e4002c42a8d85",
@@ -103,7 +103,7 @@ def collect(config: BuildConfig, log: Log) -> Collection:
     splits = {}
     for split, (_, labels) in loaded.items():
         keys = pa.array([f"{split}-{number}" for number in range(len(labels))])
-        splits[split] = Rows(keys, labels, labels)
+        splits[split] = SourceTable(keys, labels, labels)
     found = Collection(config.source, class_names(config.source, path), splits, CifarReader(config.source, path))
     return with_labels(found, config)
 
@@ -119,7 +119,7 @@ def load(name: str, path: str) -> dict[str, tuple[Pictures, NDArray[np.int32]]]:
     elif name == "cifar10" and (root / NPM_FILE).is_file():
         return _npm(root / NPM_FILE)
     else:
-        raise UserError(_both_ways(name, root))
+        raise UserError(_how_to_fetch(name, root))
     out = {}
     for split, files in (("train", published.train), ("test", (published.test,))):
         pictures = [_pictures(read[file], file, root) for file in files]
@@ -165,7 +165,7 @@ def _batch(file: Path) -> dict:
         raise UserError(f"{file} is not a CIFAR batch: {error}. Fetch CIFAR again.") from None
 
 
-def _archive(file: Path, published: Published) -> dict[str, dict]:
+def _archive(file: Path, published: Release) -> dict[str, dict]:
     with open(file, "rb") as handle:
         if hashlib.file_digest(handle, "md5").hexdigest() != published.md5:
             raise UserError(f"{file} is not the published archive (md5 differs). Remove it and fetch it again.")
@@ -236,7 +236,7 @@ def _download(name: str, root: Path, log: Log) -> None:
             log(f"That did not work either: {error}")
 
 
-def _both_ways(name: str, root: Path) -> str:
+def _how_to_fetch(name: str, root: Path) -> str:
     published = SETS[name]
     text = (
         f"{name} is not in {root} and could not be fetched. Download {published.url} into that folder (the "

@@ -14,7 +14,7 @@ from PIL import Image
 from shards import bias
 from shards.base.progress import Log
 from shards.config import BuildConfig
-from shards.sources import Collection, Rows
+from shards.sources import Collection, SourceTable
 from shards.sources.labels import with_labels
 
 TEST_FRACTION, TEST_SEED = 0.2, 0
@@ -43,7 +43,7 @@ def collect(config: BuildConfig, log: Log) -> Collection:
     test = bias.hold_out(labels, everything, 10, TEST_FRACTION, shuffled)
     train = np.setdiff1d(everything, test)
     splits = {
-        name: Rows(pa.array([str(i) for i in rows]), labels[rows], labels[rows])
+        name: SourceTable(pa.array([str(i) for i in rows]), labels[rows], labels[rows])
         for name, rows in (("train", train), ("test", test))
     }
     found = Collection("digits", [str(k) for k in range(10)], splits, DigitsReader())

@@ -16,7 +16,7 @@ import pyarrow.compute
 from numpy.typing import NDArray
 
 from shards.base.errors import UserError
-from shards.sources import Rejected, Rows
+from shards.sources import Rejected, SourceTable
 
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp")
 LEAVES = "link leaves the folder"
@@ -70,7 +70,7 @@ class FileReader:
 
 
 @dataclass
-class Found:
+class FileEntry:
     """What a walk came across."""
 
     keys: list[str]
@@ -78,9 +78,9 @@ class Found:
     ignored: int = 0  # files that are no pictures by name
 
 
-def walk(root: Path, below: str = "") -> Found:
+def walk(root: Path, below: str = "") -> FileEntry:
     """All pictures below a folder, sorted, as paths relative to `root` with forward slashes."""
-    found = Found([], [])
+    found = FileEntry([], [])
     real = os.path.realpath(root)
     _walk(real, below, found, {os.path.realpath(os.path.join(real, below))})
     found.keys.sort()
@@ -103,7 +103,7 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _walk(root: str, below: str, found: Found, seen: set[str]) -> None:
+def _walk(root: str, below: str, found: FileEntry, seen: set[str]) -> None:
     for entry in entries_of(os.path.join(root, below)):
         key = f"{below}/{entry.name}" if below else entry.name
         if not is_text(entry.name):
@@ -137,7 +137,7 @@ def shown(name: str) -> str:
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
-def refuse_shared(train: Rows, test: Rows, roots: dict[str, str]) -> None:
+def refuse_shared(train: SourceTable, test: SourceTable, roots: dict[str, str]) -> None:
     """A picture to learn from must not be one to be judged by."""
     if os.path.realpath(roots["train"]) != os.path.realpath(roots["test"]):
         return
@@ -149,7 +149,7 @@ def refuse_shared(train: Rows, test: Rows, roots: dict[str, str]) -> None:
         )
 
 
-def drop_missing(rows: Rows, root: str, split: str) -> tuple[Rows, list[tuple[str, str, str]]]:
+def drop_missing(rows: SourceTable, root: str, split: str) -> tuple[SourceTable, list[tuple[str, str, str]]]:
     """The rows whose files exist, and the others as rejected."""
     there = present(root, rows.names())
     return rows.take(there), [(split, key, "missing file") for key in rows.take(~there).names()]

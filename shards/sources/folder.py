@@ -13,7 +13,7 @@ from shards import bias
 from shards.base.errors import UserError
 from shards.base.progress import Log
 from shards.config import BuildConfig
-from shards.sources import Collection, Rows
+from shards.sources import Collection, SourceTable
 from shards.sources.files import FileReader, entries_of, is_folder, is_text, refuse_shared, shown, walk
 
 _SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test"}
@@ -30,7 +30,7 @@ def class_folders(root: Path) -> list[str]:
     return names
 
 
-def scan(root: Path, classes: list[str], split: str, log: Log) -> tuple[Rows, list[tuple[str, str, str]]]:
+def scan(root: Path, classes: list[str], split: str, log: Log) -> tuple[SourceTable, list[tuple[str, str, str]]]:
     """The pictures of the given class folders."""
     keys: list[pa.Array] = []
     labels: list[NDArray[np.int32]] = []
@@ -48,10 +48,10 @@ def scan(root: Path, classes: list[str], split: str, log: Log) -> tuple[Rows, li
         log(f"{root}: {ignored} files are not JPEG, PNG or WebP by name and were left out.")
     given = np.concatenate([*labels, np.zeros(0, np.int32)])
     joined = pa.concat_arrays([*keys, pa.array([], pa.string())])
-    return Rows(joined, given, np.full(len(given), -1, np.int32)), rejected
+    return SourceTable(joined, given, np.full(len(given), -1, np.int32)), rejected
 
 
-def split_off(rows: Rows, classes: int, config: BuildConfig) -> dict[str, Rows]:
+def split_off(rows: SourceTable, classes: int, config: BuildConfig) -> dict[str, SourceTable]:
     """Hold out a stratified, seeded part as the test split."""
     shuffled = bias.generator(config.validation_seed, "held out").permutation(len(rows))
     test = bias.hold_out(rows.given, np.arange(len(rows)), classes, config.validation_fraction, shuffled)

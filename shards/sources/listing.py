@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from shards.base.errors import UserError
 from shards.base.progress import Log
 from shards.config import BuildConfig
-from shards.sources import Collection, Rows
+from shards.sources import Collection, SourceTable
 from shards.sources.files import FileReader, drop_missing, first_true, refuse_shared
 from shards.sources.folder import split_off
 from shards.sources.labels import read_table, to_numbers
@@ -89,7 +89,7 @@ def _classes(tables: list[pa.Table], config: BuildConfig) -> list[str]:
     return sorted(found)
 
 
-def _rows(table: pa.Table, classes: list[str], where: str, config: BuildConfig) -> Rows:
+def _rows(table: pa.Table, classes: list[str], where: str, config: BuildConfig) -> SourceTable:
     keys = _keys(table[config.path_column].combine_chunks(), where)
     given = to_numbers(table[config.label_column].combine_chunks(), classes, where)
     if (given < 0).any():
@@ -98,7 +98,7 @@ def _rows(table: pa.Table, classes: list[str], where: str, config: BuildConfig) 
     true = np.full(len(given), -1, np.int32)
     if config.true_column in table.column_names:
         true = to_numbers(table[config.true_column].combine_chunks(), classes, where)
-    return Rows(keys, given, true)
+    return SourceTable(keys, given, true)
 
 
 def _keys(paths: pa.Array, where: str) -> pa.Array:
@@ -134,6 +134,6 @@ def _is_test(column: pa.ChunkedArray, config: BuildConfig) -> NDArray[np.bool_]:
     return test.to_numpy()
 
 
-def _trusted(rows: Rows) -> Rows:
+def _trusted(rows: SourceTable) -> SourceTable:
     """A test split is judged by true labels where they are known."""
-    return Rows(rows.keys, np.where(rows.true >= 0, rows.true, rows.given).astype(np.int32), rows.true)
+    return SourceTable(rows.keys, np.where(rows.true >= 0, rows.true, rows.given).astype(np.int32), rows.true)

@@ -16,7 +16,7 @@ import pyarrow.csv
 from shards.base.errors import UserError
 from shards.base.progress import Log
 from shards.config import BuildConfig
-from shards.sources import Collection, Rows
+from shards.sources import Collection, SourceTable
 from shards.sources.files import FileReader, drop_missing, first_true, walk
 
 FIRST = "n01440764"
@@ -78,7 +78,7 @@ def _classes(root: Path, config: BuildConfig) -> list[str]:
     return [" ".join([line[0], *line[1:2]]).split(",")[0] for line in lines[:count]]
 
 
-def _list(root: Path, name: str, classes: int, prefix: str, whole: bool) -> Rows:
+def _list(root: Path, name: str, classes: int, prefix: str, whole: bool) -> SourceTable:
     """The lines `path class` of a published list that belong to the first classes."""
     file = _text(root, name)
     try:
@@ -105,18 +105,18 @@ def _list(root: Path, name: str, classes: int, prefix: str, whole: bool) -> Rows
     if len(kept) and kept.min() < 0:
         raise UserError(f"{file}: a class number is negative. Take the list as it was published.")
     keys = pa.compute.binary_join_element_wise(prefix, paths, "")
-    return Rows(keys, kept, np.full(len(kept), -1, np.int32))
+    return SourceTable(keys, kept, np.full(len(kept), -1, np.int32))
 
 
-def _join(lists: list[Rows]) -> Rows:
-    return Rows(
+def _join(lists: list[SourceTable]) -> SourceTable:
+    return SourceTable(
         pa.concat_arrays([part.keys for part in lists]),
         np.concatenate([part.given for part in lists]),
         np.concatenate([part.true for part in lists]),
     )
 
 
-def _imagenet(root: Path, classes: list[str]) -> tuple[Rows, list[tuple[str, str, str]]]:
+def _imagenet(root: Path, classes: list[str]) -> tuple[SourceTable, list[tuple[str, str, str]]]:
     """ILSVRC-2012 validation: the id comes from WebVision's own list, so numbers cannot be mixed up."""
     keys: list[str] = []
     labels: list[int] = []
@@ -133,4 +133,4 @@ def _imagenet(root: Path, classes: list[str]) -> tuple[Rows, list[tuple[str, str
         labels += [number] * len(found.keys)
         rejected += [("imagenet", key, reason) for key, reason in found.rejected]
     given = np.array(labels, np.int32)
-    return Rows(pa.array(keys, pa.string()), given, np.full(len(given), -1, np.int32)), rejected
+    return SourceTable(pa.array(keys, pa.string()), given, np.full(len(given), -1, np.int32)), rejected

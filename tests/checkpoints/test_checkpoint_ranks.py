@@ -27,7 +27,7 @@ def test_two_ranks_load_the_newest_good_one_though_only_the_lead_can_see_it(tmp_
             checkpointer.save(
                 step, {"weight": weight * step, "lr": 0.1, "nan": float("nan")}, best=step == 1, wait=True
             )
-        if world.leads:
+        if world.is_main:
             (tmp_path / "disk-0" / "step-000000002" / "state.json").write_text("{}")
         world.barrier()
         loaded, best = checkpointer.load(), checkpointer.best()
@@ -53,7 +53,7 @@ def test_a_refusal_is_heard_on_every_rank(tmp_path: Path) -> None:
             lambda: lock(tmp_path / "a file" / "x", world),
             lambda: Checkpointer(str(tmp_path / "bad"), 2, world).load(),
         ):
-            if world.leads:
+            if world.is_main:
                 (tmp_path / "bad" / "step-000000001").mkdir(parents=True, exist_ok=True)
             try:
                 attempt()

@@ -12,7 +12,7 @@ from PIL import Image
 
 from pipeline.config import DataConfig
 from pipeline.data import decode as module
-from pipeline.data.crops import DRAWS, Views, centre, crop_box, resize
+from pipeline.data.crops import DRAWS, Views, center_crop, random_resized_crop_box, resize
 from pipeline.data.decode import DecodeError, decode
 from pipeline.data.keyed_random import uniform
 from shards.base.errors import UserError
@@ -142,7 +142,7 @@ def cut(config: DataConfig, name: str, picture: np.ndarray, index: int = 0) -> n
     views = Views(config)
     out = np.zeros((config.size, config.size, 3), np.uint8)
     choices = views.choices(uniform((0, 0, 0), np.array([index]), DRAWS))[0]
-    views.cut(picture, None if name == "test" else choices, out)
+    views.crop(picture, None if name == "test" else choices, out)
     return out
 
 
@@ -189,7 +189,7 @@ def test_random_resized_crops_follow_torchvisions_law():
     height, width, area = 300, 400, (0.4, 1.0)
     views = Views(DataConfig(crop="resized", area=area))
     rows = views.choices(uniform((1, 2, 3), np.arange(20_000), DRAWS))
-    boxes = np.array([crop_box(height, width, row) for row in rows], float)
+    boxes = np.array([random_resized_crop_box(height, width, row) for row in rows], float)
     top, left, h, w = boxes.T
     assert (top >= 0).all()
     assert (left >= 0).all()
@@ -217,8 +217,8 @@ def test_random_resized_crops_follow_torchvisions_law():
 def test_a_picture_no_crop_fits_gives_its_central_part():
     views = Views(DataConfig(crop="resized", area=(1.0, 1.0)))
     row = views.choices(uniform((0, 0, 0), np.arange(1), DRAWS))[0]
-    assert crop_box(100, 1000, row) == (0, 433, 100, 133)
-    assert crop_box(1000, 90, row) == (440, 0, 120, 90)
+    assert random_resized_crop_box(100, 1000, row) == (0, 433, 100, 133)
+    assert random_resized_crop_box(1000, 90, row) == (440, 0, 120, 90)
 
 
 def test_a_centre_crop_that_cannot_fit_is_refused():
@@ -228,11 +228,11 @@ def test_a_centre_crop_that_cannot_fit_is_refused():
 
 def test_centre_of_an_exact_picture_is_the_picture():
     picture = photograph(16, 16)
-    assert (centre(picture, 16, 16) == picture).all()
+    assert (center_crop(picture, 16, 16) == picture).all()
 
 
 def test_a_ribbon_is_not_scaled_whole():
     """One pixel high and very wide: scaled by its short side it would take gigabytes."""
     ribbon = np.zeros((1, 40_000, 3), np.uint8)
     ribbon[:, 19_000:21_000] = 200
-    assert (centre(ribbon, 320, 299) == 200).all()
+    assert (center_crop(ribbon, 320, 299) == 200).all()

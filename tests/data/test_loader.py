@@ -14,7 +14,7 @@ from PIL import Image
 from pipeline.config import DataConfig
 from pipeline.data import sampling
 from pipeline.data.batch import Batch, Pass
-from pipeline.data.crops import centre
+from pipeline.data.crops import center_crop
 from pipeline.data.decode import decode
 from pipeline.data.loader import Loader
 from pipeline.distributed.world import World
@@ -38,7 +38,7 @@ class Memory:
     def read(self, index: int) -> bytes:
         return self.pictures[index]
 
-    def will_need(self, shards: list[int]) -> None:
+    def prefetch(self, shards: list[int]) -> None:
         self.told.append(list(shards))
 
 
@@ -63,7 +63,7 @@ def config(**changes: object) -> DataConfig:
 
 def collect(
     split: Memory,
-    walk: Pass,
+    pass_: Pass,
     rank: int = 0,
     world: int = 1,
     first_step: int = 0,
@@ -71,7 +71,7 @@ def collect(
     **changes,
 ):
     loader = Loader(split, config(**changes), 5, World(rank, world), accumulate)
-    return list(loader.batches(walk, 3, first_step))
+    return list(loader.batches(pass_, 3, first_step))
 
 
 def same(a: Batch, b: Batch) -> bool:
@@ -156,8 +156,8 @@ def test_micro_batches_make_up_the_global_batch(split):
 
 
 def test_threads_and_batches_ahead_change_nothing(split):
-    reference = collect(split, WALK, threads=1, ahead=1)
-    other = collect(split, WALK, threads=5, ahead=9)
+    reference = collect(split, WALK, threads=1, prefetch=1)
+    other = collect(split, WALK, threads=5, prefetch=9)
     assert all(same(a, b) for a, b in zip(reference, other))
 
 
@@ -170,13 +170,13 @@ def test_resuming_at_a_step_yields_the_same_remainder(split, step):
 
 
 def test_the_stream_beside_goes_round_with_fresh_views(split):
-    walk = Pass(np.arange(24), beside=np.array([30, 31, 32]), batch=6, beside_batch=4)
-    batches = collect(split, walk)
+    pass_ = Pass(np.arange(24), beside=np.array([30, 31, 32]), batch=6, beside_batch=4)
+    batches = collect(split, pass_)
     beside = torch.cat([b.beside.index for b in batches])
     assert beside.tolist() == [30, 31, 32] * 5 + [30]
     pictures = torch.cat([b.beside.views["weak"] for b in batches])
     assert len({p.numpy().tobytes() for p in pictures[::3]}) > 1, "the same sample, seen again, is cropped anew"
-    both = [collect(split, walk, rank, 2) for rank in range(2)]
+    both = [collect(split, pass_, rank, 2) for rank in range(2)]
     for step, whole in enumerate(batches):
         together = torch.cat([r[step].beside.index[r[step].beside.valid.bool()] for r in both])
         assert torch.equal(together, whole.beside.index)
@@ -284,8 +284,8 @@ def test_small_pictures_are_decoded_once_in_a_run_and_change_nothing(split):
     assert all(same(a, b) for a, b in zip(first, second))
     photographs = Loader(counting, config(crop="resized"), 5, World())
     counting.reads = 0
-    for tick in (1, 2):
-        list(photographs.batches(Pass(np.arange(12)), tick))
+    for order_key in (1, 2):
+        list(photographs.batches(Pass(np.arange(12)), order_key))
     assert counting.reads == 24
 
 
@@ -302,9 +302,9 @@ def test_waiting_for_pictures_is_measured(split):
 
 
 def test_the_split_hears_which_shards_come_next(split):
-    walk = Pass(sampling.shuffled(N, 0, 0, 0, None, split.shard_sizes, 1))
-    first_use = list(dict.fromkeys((walk.order // 10).tolist()))
-    collect(split, walk)
+    pass_ = Pass(sampling.shuffled(N, 0, 0, 0, None, split.shard_sizes, 1))
+    first_use = list(dict.fromkeys((pass_.order // 10).tolist()))
+    collect(split, pass_)
     assert split.told[0] == first_use
     assert split.told[-1] == first_use[-len(split.told[-1]) :]
     assert all(len(a) > len(b) for a, b in zip(split.told, split.told[1:]))
@@ -321,13 +321,13 @@ def test_an_empty_order_has_no_steps(split):
 
 def test_real_shards_give_their_labels_and_pictures(digits):
     train = open_split(digits, "train")
-    walk = Pass(sampling.shuffled(len(train), 0, 0, shard_sizes=train.shard_sizes, window=1))
+    pass_ = Pass(sampling.shuffled(len(train), 0, 0, shard_sizes=train.shard_sizes, window=1))
     loader = Loader(train, config(batch=64, size=16), 0, World())
-    batches = list(loader.batches(walk, 0))
+    batches = list(loader.batches(pass_, 0))
     index, label = torch.cat([b.index for b in batches]), torch.cat([b.label for b in batches])
     assert sorted(set(index.tolist())) == list(range(len(train)))
     assert (label.numpy() == train.given[index.numpy()]).all()
     assert not loader.bad
     samples, images = next(loader.survey())
-    expected = np.stack([centre(decode(train.read(int(i)))[0], 16, 16) for i in samples])
+    expected = np.stack([center_crop(decode(train.read(int(i)))[0], 16, 16) for i in samples])
     assert np.allclose(images.permute(0, 2, 3, 1).numpy() * 255, expected, atol=1e-3)

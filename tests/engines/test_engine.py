@@ -90,12 +90,12 @@ def test_a_stage_brings_its_own_optimiser_and_the_next_one_the_runs_again(digits
 def test_only_what_a_pass_trains_moves_and_the_rest_keeps_its_momentum(digits: str) -> None:
     bench = Bench(World(), digits, small())
     bench.steps(64)
-    weights, momentum = bench.weights(), copied(bench.engine.state()["momentum"])
-    bench.engine.train_only(("network.head",))
-    bench.steps(64, tick=1)
+    weights, momentum = bench.weights(), copied(bench.engine.optimizer_state_dict()["momentum"])
+    bench.engine.set_trainable(("network.head",))
+    bench.steps(64, order_key=1)
     moved = {name for name, value in bench.weights().items() if not torch.equal(value, weights[name])}
     assert moved == {"network.head.weight", "network.head.bias"}
-    after = bench.engine.state()["momentum"]
+    after = bench.engine.optimizer_state_dict()["momentum"]
     assert {name for name in momentum if not torch.equal(momentum[name], after[name])} == moved
 
 
@@ -109,7 +109,7 @@ def test_half_precision_learns_without_nan(digits: str, precision: str, norm: st
     assert all(value == value for value in losses)
     assert all(torch.isfinite(value).all() for value in bench.weights().values())
     assert not torch.equal(start["network.head.weight"], bench.weights()["network.head.weight"])
-    state = bench.engine.state()
+    state = bench.engine.optimizer_state_dict()
     assert bool(state["scaler"]) == (precision == "fp16")
 
 
@@ -118,20 +118,20 @@ def bad_step(world: World, url: str, precision: str) -> dict[str, Any]:
     tiny = {"data": {"batch": 16}, "model": {"width": 4, "norm": "batch"}}
     bench = Bench(world, url, small(**tiny, train={"precision": precision}, optim={"clip": 1.0}))
     found: dict[str, Any] = {"moved by bad": [], "bad": [], "moved by good": []}
-    for tick in range(2):
-        start, momentum = bench.weights(), copied(bench.engine.state()["momentum"])
+    for order_key in range(2):
+        start, momentum = bench.weights(), copied(bench.engine.optimizer_state_dict()["momentum"])
         for number in range(2):
-            for batch in bench.batches(16, tick):
+            for batch in bench.batches(16, order_key):
                 bench.engine.step(poisoned(batch) if world.rank == world.size - 1 else batch, 0.05)
-            found["bad"].append((bench.engine.bad_steps(), number + 1))
+            found["bad"].append((bench.engine.nonfinite_steps(), number + 1))
         counted = {name: value for name, value in bench.weights().items() if not name.endswith("num_batches_tracked")}
         found["moved by bad"].append(
             not same({name: start[name] for name in counted}, counted)
-            or not same(momentum, bench.engine.state()["momentum"])
+            or not same(momentum, bench.engine.optimizer_state_dict()["momentum"])
         )
         for _ in range(3):  # the scaler of fp16 may still look for its scale
-            bench.steps(16, tick)
-        found["bad"].append((bench.engine.bad_steps(), 0))
+            bench.steps(16, order_key)
+        found["bad"].append((bench.engine.nonfinite_steps(), 0))
         found["moved by good"].append(
             not torch.equal(start["network.head.weight"], bench.weights()["network.head.weight"])
         )
@@ -163,20 +163,20 @@ def test_state_goes_round_bit_for_bit(digits: str, precision: str) -> None:
     first = Bench(World(), digits, config)
     first.steps(32)
     second = Bench(World(), digits, config)
-    second.engine.load_weights(first.weights())
-    state = first.engine.state()
-    second.engine.load({**state, "momentum": copied(state["momentum"])})
-    assert same(second.engine.state()["momentum"], state["momentum"])
+    second.engine.load_model_state_dict(first.weights())
+    state = first.engine.optimizer_state_dict()
+    second.engine.load_optimizer_state_dict({**state, "momentum": copied(state["momentum"])})
+    assert same(second.engine.optimizer_state_dict()["momentum"], state["momentum"])
     for bench in (first, second):
-        bench.steps(32, tick=1)
+        bench.steps(32, order_key=1)
     assert same(first.weights(), second.weights())
-    assert first.engine.state()["scaler"] == second.engine.state()["scaler"]
+    assert first.engine.optimizer_state_dict()["scaler"] == second.engine.optimizer_state_dict()["scaler"]
 
 
 def with_statistics(world: World, url: str, recompute: bool) -> dict[str, Tensor]:
     bench = Bench(world, url, small(model={"norm": "batch", "checkpoint_activations": recompute}, data={"batch": 32}))
     bench.steps(64)
-    assert set(bench.engine.state()["momentum"]) <= set(bench.weights())
+    assert set(bench.engine.optimizer_state_dict()["momentum"]) <= set(bench.weights())
     return bench.weights()
 
 

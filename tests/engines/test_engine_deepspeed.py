@@ -19,7 +19,7 @@ from engines import Bench, apart, copied, make_trainer, poisoned, same, small
 from ranks import on_ranks, worker_env
 from torch import Tensor
 
-from pipeline.distributed.step_sync import Pulse, Stopped
+from pipeline.distributed.step_sync import StepSync, TrainingStopped
 from pipeline.distributed.world import World
 from pipeline.engines.deepspeed import DeepSpeedEngine, LossScale, _own_settings
 from pipeline.evaluation.accuracy import evaluate
@@ -52,18 +52,18 @@ class StopAfter:
 
     @property
     def wanted(self) -> str | None:
-        return "enough" if self.trainer is not None and self.trainer.at.steps >= self.steps else None
+        return "enough" if self.trainer is not None and self.trainer.position.global_step >= self.steps else None
 
 
 def train(
     world: World, url: str, folder: Path, stop_after: int = 0, method: str = "prototypical", **settings: Any
 ) -> Trainer:
     """Through the real trainer to the end, or until it is asked to stop."""
-    wish = StopAfter(stop_after) if stop_after else None
-    trainer = make_trainer(world, url, str(folder), small(method, **settings), wish)
-    if wish:
-        wish.trainer = trainer
-        with pytest.raises(Stopped):
+    stop_source = StopAfter(stop_after) if stop_after else None
+    trainer = make_trainer(world, url, str(folder), small(method, **settings), stop_source)
+    if stop_source:
+        stop_source.trainer = trainer
+        with pytest.raises(TrainingStopped):
             trainer.run()
     else:
         trainer.run()
@@ -85,31 +85,33 @@ def with_everything(world: World, url: str, engine: dict[str, Any]) -> dict[str,
     config = small(data={"batch": 48}, optim={"clip": 0.5, "accumulate": 2}, model=model, **engine)
     bench = Bench(world, url, config)
     bench.steps(96)
-    bench.engine.train_only(("network.head",))
-    bench.steps(48, tick=1)
-    bench.engine.train_only(("",))
-    bench.steps(48, tick=2)
+    bench.engine.set_trainable(("network.head",))
+    bench.steps(48, order_key=1)
+    bench.engine.set_trainable(("",))
+    bench.steps(48, order_key=2)
     return bench.weights()
 
 
-def bad_steps(world: World, url: str, engine: dict[str, Any], precision: str) -> dict[str, Any]:
+def nonfinite_steps(world: World, url: str, engine: dict[str, Any], precision: str) -> dict[str, Any]:
     """A NaN on the last rank only, after a good step and before another."""
     bench = Bench(world, url, small(**TINY, **engine, train={"precision": precision}, optim={"clip": 1.0}))
-    state = bench.engine.state()
-    bench.engine.load({**state, "scaler": {**state["scaler"], "scale": 512.0} if state["scaler"] else {}})
+    state = bench.engine.optimizer_state_dict()
+    bench.engine.load_optimizer_state_dict(
+        {**state, "scaler": {**state["scaler"], "scale": 512.0} if state["scaler"] else {}}
+    )
     seed = bench.weights()
     bench.steps(16)
-    start, momentum = bench.weights(), copied(bench.engine.state()["momentum"])
-    scale = bench.engine.state()["scaler"].get("scale")
+    start, momentum = bench.weights(), copied(bench.engine.optimizer_state_dict()["momentum"])
+    scale = bench.engine.optimizer_state_dict()["scaler"].get("scale")
     for batch in bench.batches(16, 1):
         bench.engine.step(poisoned(batch) if world.rank else batch, 0.05)
     found: dict[str, Any] = {
-        "skipped": same(start, bench.weights()) and same(momentum, bench.engine.state()["momentum"])
+        "skipped": same(start, bench.weights()) and same(momentum, bench.engine.optimizer_state_dict()["momentum"])
     }
-    found["counted"] = bench.engine.bad_steps()
-    found["scale"] = (scale, bench.engine.state()["scaler"].get("scale"))
-    bench.steps(16, tick=2)
-    found["counted after"] = bench.engine.bad_steps()
+    found["counted"] = bench.engine.nonfinite_steps()
+    found["scale"] = (scale, bench.engine.optimizer_state_dict()["scaler"].get("scale"))
+    bench.steps(16, order_key=2)
+    found["counted after"] = bench.engine.nonfinite_steps()
     found["weights"] = bench.weights()
     found["moved"] = torch.cat([(found["weights"][name] - seed[name]).flatten() for name in seed])
     return found
@@ -128,17 +130,17 @@ def uneven_evaluation(world: World, url: str, settings: str) -> tuple[dict[str, 
         batches = zip(index[mine].split(16), images[mine].split(16))
         counts = bench.train.clean_counts
         off = autocast_for("fp32", world.device)
-        return evaluate(bench.method, batches, given, counts, world, Pulse(world), off, idle).metrics
+        return evaluate(bench.method, batches, given, counts, world, StepSync(world), off, idle).metrics
 
     assert bench.engine.inner.optimizer.persistent_parameters == []  # type: ignore[attr-defined]
-    cut = judged(bench.engine.idle_forward)
-    bench.steps(16, tick=1)
-    bench.steps(16, tick=2)
-    bench.engine.load_weights(copied(bench.engine.weights()))  # and whole again
+    cut = judged(bench.engine.dummy_forward)
+    bench.steps(16, order_key=1)
+    bench.steps(16, order_key=2)
+    bench.engine.load_model_state_dict(copied(bench.engine.model_state_dict()))  # and whole again
     assert all(p.numel() for p in bench.method.parameters())
-    whole = judged(bench.engine.idle_forward)
-    bench.steps(16, tick=3)
-    cut_again = judged(bench.engine.idle_forward)
+    whole = judged(bench.engine.dummy_forward)
+    bench.steps(16, order_key=3)
+    cut_again = judged(bench.engine.dummy_forward)
     bench.engine.close()
     assert judged(lambda look: None) == cut_again
     return cut, whole
@@ -148,7 +150,7 @@ def everything(world: World, url: str, folder: Path, settings: str) -> dict[str,
     found: dict[str, Any] = {"epochs": whole_epochs(world, url, folder)}
     found["everything"] = [with_everything(world, url, engine) for engine in ALL]
     found["bad"] = {
-        (stage, precision): bad_steps(world, url, ALL[stage + 1], precision) for stage, precision in PRECISIONS
+        (stage, precision): nonfinite_steps(world, url, ALL[stage + 1], precision) for stage, precision in PRECISIONS
     }
     found["uneven"] = uneven_evaluation(world, url, settings)
     train(world, url, folder / "wandering", 4, **ALL[3])
@@ -236,7 +238,7 @@ def test_a_training_wanders_from_zero2_on_two_ranks_to_ddp_on_one_and_back_to_ze
     found: Any, few_digits: str, folder: Path
 ) -> None:
     alone = train(World(), few_digits, folder / "wandering", 6, engine="ddp")
-    assert alone.at.steps == 6
+    assert alone.at.global_step == 6
     ended = on_ranks(2, finish_wandering, few_digits, folder)
     expected, _ = found[0]["epochs"]["prototypical", "ddp"]
     for weights in ended:

@@ -1,6 +1,6 @@
 """Tiny real training runs to interrupt, damage and compare.
 
-In-process runs (`train`) have one rank and are stopped by a wish at a chosen beat; `Job` is the real command
+In-process runs (`train`) have one rank and are stopped by a stop_source at a chosen beat; `Job` is the real command
 under the real entry and torchrun, to be killed from outside.
 """
 
@@ -24,14 +24,14 @@ from pipeline import config as configuration
 from pipeline.checkpoints import run_lock
 from pipeline.checkpoints.checkpointer import Loaded, read_checkpoint
 from pipeline.config import Config
-from pipeline.distributed.step_sync import Stopped
+from pipeline.distributed.step_sync import TrainingStopped
 from pipeline.distributed.world import World
 from pipeline.train import build
 from pipeline.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 TINY = [
-    "data.batch=52", "data.size=8", "data.padding=1", "data.threads=1", "data.ahead=1", "model.width=4",
+    "data.batch=52", "data.size=8", "data.padding=1", "data.threads=1", "data.prefetch=1", "model.width=4",
     "model.embedding=8", "train.epochs=2",
     "train.sample_log=true", "tracking.uri=", "tracking.log_model=false", "tracking.system_metrics=false",
     "train.timeout=60", "method.warmup_steps=3", "method.cleaning_start=0.5",
@@ -60,25 +60,25 @@ def make(config: Config) -> Trainer:
     """A trainer as the command makes it, without its hold on the process' signals."""
     Path(config.output).mkdir(parents=True, exist_ok=True)
     trainer, _ = build(config, World())
-    trainer.pulse.wish.close()
+    trainer.step_sync.stop_source.close()
     return trainer
 
 
 def train(config: Config, stop_at: int = 0, prepare: Callable[[Trainer], object] | None = None) -> tuple[Trainer, int]:
     """Train to the end or to the given beat; the trainer and the beats it took."""
     trainer = make(config)
-    wish = Counting(stop_at)
-    trainer.pulse.wish = wish
+    stop_source = Counting(stop_at)
+    trainer.step_sync.stop_source = stop_source
     if prepare:
         prepare(trainer)
     try:
         trainer.run()
-    except Stopped:
+    except TrainingStopped:
         assert stop_at
     finally:
         trainer.checkpoints.close()
         let_go()
-    return trainer, wish.beats
+    return trainer, stop_source.beats
 
 
 def let_go() -> None:

@@ -116,7 +116,7 @@ def test_a_disk_that_fills_up_is_told_and_training_goes_on(
             def fill(at: Any, batch: Any) -> None:
                 assert log
                 log(at, batch)
-                if at.steps == 6:
+                if at.global_step == 6:
                     trainer.checkpoints.close()
                     trouble.enter_context(small_disk.full(str(place)))
 

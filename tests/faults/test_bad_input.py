@@ -23,7 +23,7 @@ from test_stop_anywhere import leg
 
 from pipeline import train as command
 from pipeline.distributed.world import World
-from pipeline.process.diagnose import explain
+from pipeline.process.diagnose import explain_failure
 from pipeline.training.trainer import Trainer
 from shards.base import storage
 from shards.base.errors import UserError
@@ -104,7 +104,7 @@ def test_a_store_that_does_not_answer_is_worth_another_try(
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "y")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    monkeypatch.setattr(storage.patiently, "__defaults__", (0.5,))
+    monkeypatch.setattr(storage.with_retries, "__defaults__", (0.5,))
     storage._filesystem.cache_clear()
     code, said = ends_with([*TINY, "shards.url=s3://bucket/x", f"output={output}"], capsys)
     storage._filesystem.cache_clear()
@@ -197,7 +197,7 @@ def test_out_of_memory_names_the_settings_that_help() -> None:
     try:
         torch.empty(1 << 60, dtype=torch.uint8)
     except RuntimeError as error:
-        said = explain(error, 3, "stage 1, epoch 2, step 7 (99 in all)", 60)
+        said = explain_failure(error, 3, "stage 1, epoch 2, step 7 (99 in all)", 60)
     assert "rank 3, stage 1, epoch 2, step 7" in said
     assert "out of memory" in said
     for setting in ("data.batch", "optim.accumulate", "model.checkpoint_activations", "train.precision"):
@@ -222,4 +222,4 @@ def test_a_second_job_on_the_same_folder_refuses(small: str, output: Path, capsy
     assert f"Another job (process {other.pid}" in said
     make(settings(small, output))  # the kernel gave the folder back
     let_go()
-    assert World().leads
+    assert World().is_main

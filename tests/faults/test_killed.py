@@ -79,7 +79,7 @@ def test_whatever_is_killed_the_run_ends_as_if_nothing_had_happened(
     assert stopped.step == max(int(name.name[5:14]) for name in (output / "checkpoints").glob("step-*"))
     lines = [(output / f"samples-rank{rank}.jsonl").read_text().splitlines()[-1] for rank in (0, 1)]
     assert len({tuple(json.loads(line)[:4]) for line in lines}) == 1  # both ranks stopped at the same step
-    assert stopped.tree["position"]["steps"] == stopped.step
+    assert stopped.tree["position"]["global_step"] == stopped.step
 
     # Left alone, it comes to its end.
     job = Job(words, TWO)

@@ -65,7 +65,7 @@ def slow_training(world: World, url: str, output: str) -> list[str]:
 
     logging.getLogger("pipeline").addHandler(Ears())
     trainer, _ = build(settings(url, Path(output), "train.epochs=1", base=PLAIN), world)
-    trainer.pulse.wish.close()
+    trainer.step_sync.stop_source.close()
     if world.rank == 1:
         step = trainer.engine.step
         trainer.engine.step = lambda *args: (time.sleep(0.5), step(*args))[1]

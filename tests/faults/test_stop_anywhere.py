@@ -13,7 +13,7 @@ from jobs import PLAIN, Counting, differences, let_go, lost_or_repeated, make, s
 from ranks import on_ranks
 
 from pipeline.config import Config
-from pipeline.distributed.step_sync import Stopped
+from pipeline.distributed.step_sync import TrainingStopped
 from pipeline.distributed.world import World
 from pipeline.train import build
 from pipeline.training.trainer import Trainer
@@ -34,14 +34,14 @@ class Places:
 STOPS: dict[str, Callable[[Trainer], bool]] = {
     "warm-up": lambda t: t.at.stage == 0 and t.at.step == 2,
     "end of warm-up": lambda t: t.at.stage == 0 and t.at.step == 3,
-    "first survey": lambda t: t.at.stage == 1 and not t.at.begun,
+    "first survey": lambda t: t.at.stage == 1 and not t.at.epoch_started,
     "epoch 0": lambda t: t.at.stage == 1 and t.at.step == 2,
     "epoch 0, the next step": lambda t: t.at.stage == 1 and t.at.step == 3,
     "last step of epoch 0": lambda t: t.at.stage == 1 and t.at.step == 5,
-    "survey after epoch 0": lambda t: t.at.stage == 1 and t.at.walk == 1 and t.survey_ahead is None,
-    "evaluation after epoch 0": lambda t: t.at.stage == 1 and t.at.walk == 1 and t.survey_ahead is not None,
+    "survey after epoch 0": lambda t: t.at.stage == 1 and t.at.pass_index == 1 and t.next_survey is None,
+    "evaluation after epoch 0": lambda t: t.at.stage == 1 and t.at.pass_index == 1 and t.next_survey is not None,
     "first step of epoch 1": lambda t: t.at.epoch == 1 and t.at.step == 1,
-    "evaluation after epoch 1": lambda t: t.at.epoch == 1 and t.at.walk == 1 and t.survey_ahead is not None,
+    "evaluation after epoch 1": lambda t: t.at.epoch == 1 and t.at.pass_index == 1 and t.next_survey is not None,
 }  # fmt: skip
 
 
@@ -49,8 +49,8 @@ def test_stopped_in_every_phase_the_run_loses_nothing(small: str, output: Path, 
     config = settings(small, output)
     for name, here in STOPS.items():
         trainer = make(config)
-        trainer.pulse.wish = Places(trainer, here)
-        with pytest.raises(Stopped):
+        trainer.step_sync.stop_source = Places(trainer, here)
+        with pytest.raises(TrainingStopped):
             trainer.run()
         trainer.checkpoints.close()
         assert here(trainer), name  # it stopped there, and not somewhere later
@@ -77,7 +77,7 @@ def test_after_a_crash_only_work_is_repeated_never_samples(
             def die(at: Any, batch: Any) -> None:
                 assert log
                 log(at, batch)
-                if at.steps == steps:
+                if at.global_step == steps:
                     raise Crash
 
             trainer.on_batch = die
@@ -117,13 +117,13 @@ def test_started_again_after_the_end_nothing_is_trained(undisturbed: Path, small
 def leg(world: World, config: Config, stop_at: int) -> str:
     """Train on these ranks until the given beat, or to the end."""
     trainer, _ = build(config, world)
-    trainer.pulse.wish.close()
-    trainer.pulse.wish = Counting(stop_at if world.rank == world.size - 1 else 0)  # the last rank is asked
-    with contextlib.suppress(Stopped):
+    trainer.step_sync.stop_source.close()
+    trainer.step_sync.stop_source = Counting(stop_at if world.rank == world.size - 1 else 0)  # the last rank is asked
+    with contextlib.suppress(TrainingStopped):
         trainer.run()
     trainer.checkpoints.close()
     let_go()
-    return str(trainer.at)
+    return str(trainer.position)
 
 
 @pytest.mark.dist

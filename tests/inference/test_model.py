@@ -112,13 +112,13 @@ def test_a_damaged_model_is_told_by_a_sentence(tmp_path: Path, file: str, text: 
 def test_a_model_whose_facts_do_not_fit_is_told_by_a_sentence(tmp_path: Path) -> None:
     course = Course(small("cross_entropy"))
     export_model(course.method, course.config, NAMES, COUNTS, tmp_path)
-    facts = json.loads((tmp_path / exported.FACTS).read_text())
+    facts = json.loads((tmp_path / exported.MODEL_INFO).read_text())
     width = facts["config"] | {"model": facts["config"]["model"] | {"width": 8}}
     for wrong, told in (
         ({"classes": NAMES[:2]}, "does not count every class"),
         ({"given_counts": [10**12] * 3}, "more samples than there can be"),
         ({"config": width}, "do not fit cross_entropy: size mismatch"),
     ):
-        (tmp_path / exported.FACTS).write_text(json.dumps(facts | wrong))
+        (tmp_path / exported.MODEL_INFO).write_text(json.dumps(facts | wrong))
         with pytest.raises(UserError, match=told):
             load_exported(tmp_path)

@@ -198,12 +198,22 @@ def test_without_the_entry_a_stop_is_told_by_the_exit_code_itself(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv(exit_status.FOLDER, raising=False)
-    assert [exit_status.record(kind) for kind in ("finished", "failed", "refused", "stopped")] == [0, 1, 2, 75]
+    assert [exit_status.write_exit_status(kind) for kind in ("finished", "failed", "refused", "stopped")] == [
+        0,
+        1,
+        2,
+        75,
+    ]
     monkeypatch.setenv(exit_status.FOLDER, str(tmp_path))
-    assert [exit_status.record(kind) for kind in ("finished", "failed", "refused", "stopped")] == [0, 1, 0, 0]
-    assert exit_status.collect(tmp_path)[0]["outcome"] == "stopped"
+    assert [exit_status.write_exit_status(kind) for kind in ("finished", "failed", "refused", "stopped")] == [
+        0,
+        1,
+        0,
+        0,
+    ]
+    assert exit_status.read_exit_statuses(tmp_path)[0]["outcome"] == "stopped"
     monkeypatch.setenv(exit_status.FOLDER, str(tmp_path / "gone"))
-    assert exit_status.record("stopped") == 75
+    assert exit_status.write_exit_status("stopped") == 75
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pipeline.methods.parts.mixup import mix, pair_within
 
 
-def places(views: int, samples: int) -> torch.Tensor:
+def rank_in_batch(views: int, samples: int) -> torch.Tensor:
     """Views stacked one after the other."""
     return torch.arange(views * samples).view(views, samples)
 
@@ -17,7 +17,7 @@ def places(views: int, samples: int) -> torch.Tensor:
 def test_partners_are_a_permutation_inside_each_group(seed, groups, size, views) -> None:
     """And nobody meets a view of its own sample, unless it is alone."""
     group, sample = torch.arange(groups).repeat_interleave(size), torch.arange(groups * size)
-    partner = pair_within(group, sample * 7, places(views, len(sample)), seed)
+    partner = pair_within(group, sample * 7, rank_in_batch(views, len(sample)), seed)
     assert sorted(partner.tolist()) == list(range(views * groups * size))
     assert torch.equal(group.repeat(views)[partner], group.repeat(views))
     assert bool((sample.repeat(views)[partner] == sample.repeat(views)).any()) == (size == 1)
@@ -32,7 +32,7 @@ def test_the_same_pairs_arise_when_groups_are_spread_over_ranks(seed, cut) -> No
     def met(part: slice) -> torch.Tensor:
         """(2, samples) sample and view that each row meets."""
         keys, views = key[part], torch.arange(2).repeat_interleave(len(key[part]))
-        partner = pair_within(group[part], keys, places(2, len(keys)), seed)
+        partner = pair_within(group[part], keys, rank_in_batch(2, len(keys)), seed)
         return (2 * keys.repeat(2) + views)[partner].view(2, -1)
 
     assert torch.equal(met(slice(0, 24)), torch.cat([met(slice(0, 4 * cut)), met(slice(4 * cut, 24))], 1))
@@ -43,7 +43,7 @@ def test_partners_differ_from_seed_to_seed_and_are_spread_evenly() -> None:
     group, draws = torch.zeros(4, dtype=torch.long), 3000
     seen, both = torch.zeros(8, 8), 0
     for seed in range(draws):
-        partner = pair_within(group, torch.arange(4), places(2, 4), seed)
+        partner = pair_within(group, torch.arange(4), rank_in_batch(2, 4), seed)
         seen[torch.arange(8), partner] += 1
         both += int(partner[0] % 4 == partner[4] % 4)
     own = torch.eye(4).repeat(2, 2)

@@ -69,8 +69,8 @@ def slow_loss(made: Prototypical, held: Batch) -> dict[str, float]:
         others = [b for b in range(B) if b != i]
         keys = torch.stack([s[i], *(z[b] for b in others), *(s[b] for b in others)])
         cc -= (keys @ z[i] / T).log_softmax(0)[0] / B
-    lam = mixup.coefficient(held, made.options.mixup, MIX_COEFFICIENT)
-    partner = mixup.partners(held, 2, MIX_PARTNER)
+    lam = mixup.mixup_lambda(held, made.options.mixup, MIX_COEFFICIENT)
+    partner = mixup.mixup_partners(held, 2, MIX_PARTNER)
     images = torch.cat([held.views["weak"], held.views["strong"]])
     target = one_hot(label, K).double().repeat(2, 1)
     both = weight.repeat(2)
@@ -131,7 +131,7 @@ def test_exactly_the_parts_a_stage_names_learn(words, stage) -> None:
     """Engines that reduce gradients wait for every parameter that may learn, in every ablation."""
     made = method(*words)
     made.enter(stage, 3)
-    made.begin_epoch(survey(made, noise=0.4) if made.wants_survey() else None)
+    made.begin_epoch(survey(made, noise=0.4) if made.surveys_before_epoch() else None)
     made(batch(made))["loss"].backward()
     prefixes = made.stages()[stage].trainable
     for name, parameter in made.named_parameters():

@@ -66,7 +66,7 @@ def test_mopro_forgets_a_step_that_broke() -> None:
 def test_crts_second_stage_is_as_long_as_its_balanced_sampler() -> None:
     pictures = Pictures()
     method = make_method(small_config({"name": "crt"}), pictures.given, 4)  # the fourth class has no picture
-    method.enter(1, 0)
+    method.set_epoch(1, 0)
     assert len(method.passes()[0].order) == 3 * int(method.data.counts.max())
 
 

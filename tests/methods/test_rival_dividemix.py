@@ -13,7 +13,7 @@ from rivals import Course, Pictures, batch_of, make_method, small_config, survey
 from pipeline.config import load
 from pipeline.distributed.world import World
 from pipeline.methods.dividemix import MIX_COEFFICIENT, MIX_PARTNER, DivideMix, pair_across, uniform_penalty
-from pipeline.methods.parts.mixup import coefficient
+from pipeline.methods.parts.mixup import mixup_lambda
 from shards.base.errors import UserError
 
 K, VIEWS = 3, ("weak", "weak2")
@@ -25,7 +25,7 @@ def divider(epochs: int = 8, epoch: int = 4, **options: object) -> DivideMix:
     method = make_method(config, Pictures().given, K).double()
     assert isinstance(method, DivideMix)
     method.belief.copy_(torch.from_numpy(np.random.default_rng(0).random(method.belief.shape)))
-    method.enter(0, epoch)
+    method.set_epoch(0, epoch)
     return method.train()
 
 
@@ -53,7 +53,7 @@ def slow_losses(method: DivideMix, batch, unlabelled: bool, ramp: float) -> dict
             targets.append(sharp(mean))
         for v in VIEWS:
             rows += [(stream.views[v][i], targets[i], number, float(stream.valid[i])) for i in range(len(targets))]
-    lam = coefficient(batch, options.mixup, MIX_COEFFICIENT, fold=True)
+    lam = mixup_lambda(batch, options.mixup, MIX_COEFFICIENT, fold=True)
     partner = pair_across(streams, MIX_PARTNER).tolist()
     labelled, without, mean = [], [], []
     for (image, target, number, valid), j in zip(rows, partner):
@@ -107,7 +107,7 @@ def test_the_unlabelled_weight_rises_after_the_warm_up() -> None:
     method = divider(epochs=8, unlabelled=8.0, unlabelled_ramp=0.5)
     weights = []
     for epoch in range(8):
-        method.enter(0, epoch)
+        method.set_epoch(0, epoch)
         weights.append(method.unlabelled_weight)
     assert weights == [0, 0, 1, 3, 5, 7, 8, 8]
 
@@ -195,7 +195,7 @@ def test_tiny_labelled_and_unlabelled_sets_train(labelled) -> None:
     run = Course(small_config({"name": "dividemix", "warmup": 0.0}, train={"epochs": 1}))
     run.method.belief.zero_()
     run.method.belief[:, :labelled] = 1
-    run.at.begun = True
+    run.at.epoch_started = True
     losses = list(run.steps())
     assert losses
     assert all(math.isfinite(found["loss"]) for found in losses)

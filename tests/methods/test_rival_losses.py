@@ -15,7 +15,7 @@ from pipeline.data.batch import Batch, TrainingSet
 from pipeline.distributed.world import World
 from pipeline.methods import aum, elr, har, ldam, mentornet
 from pipeline.methods.base import Method
-from pipeline.methods.parts.per_sample import places
+from pipeline.methods.parts.per_sample import rank_in_batch
 
 GIVEN = np.array([0] * 20 + [1] * 9 + [2] * 4 + [3], np.int32)
 CLASSES = 5  # the last one has no samples
@@ -24,7 +24,7 @@ ROWS = 9  # of a batch; the last of them stands for nothing
 
 def set_up(name: str, stage: int = 0, epoch: int = 0, **options: Any) -> tuple[Any, Batch]:
     method = make_method(small_config({"name": name, **options}, train={"epochs": 10}), GIVEN, CLASSES).double()
-    method.enter(stage, epoch)
+    method.set_epoch(stage, epoch)
     method.train()
     return method, batch_of(method, ROWS)
 
@@ -82,7 +82,7 @@ def test_deferred_weights_come_late_and_balance_the_effective_numbers(epoch: int
 def test_the_second_classifier_sees_a_representation_that_stands_still() -> None:
     config = small_config({"name": "crt"}, model={"norm": "batch"}, train={"epochs": 10})
     method = make_method(config, GIVEN, CLASSES).double()
-    method.enter(1, 0)
+    method.set_epoch(1, 0)
     batch = batch_of(method, ROWS)
     before = {k: v.clone() for k, v in method.network.state_dict().items()}
     method.train()
@@ -142,7 +142,7 @@ def test_each_network_learns_from_what_its_peer_finds_easy() -> None:
 def test_equal_losses_are_cut_by_the_order_of_the_batch() -> None:
     _, batch = set_up("coteaching")
     batch.valid[2] = 0
-    place, count = places(torch.zeros(ROWS), batch, World())
+    place, count = rank_in_batch(torch.zeros(ROWS), batch, World())
     assert place[batch.valid > 0].tolist() == list(range(ROWS - 2))
     assert int(count) == ROWS - 2
 
@@ -153,8 +153,8 @@ def test_the_noise_rate_is_estimated_class_by_class() -> None:
     given = np.array([0] * 300 + [1] * 30, np.int32)  # the second class is rare
     config = small_config({"name": "coteaching", "ramp": 0.5}, train={"epochs": 10})
     method = make_method(config, given, 2)
-    method.enter(0, 5)
-    assert method.wants_survey()
+    method.set_epoch(0, 5)
+    assert method.surveys_before_epoch()
     wrong = np.arange(330) % 3 == 0
     margin = torch.from_numpy(np.where(wrong, -3, 3) - 2 * given + rng.normal(size=330) * 0.3).float()
     own = torch.from_numpy(given).bool()
@@ -162,8 +162,8 @@ def test_the_noise_rate_is_estimated_class_by_class() -> None:
     loss = torch.nn.functional.cross_entropy(logits, torch.from_numpy(given).long(), reduction="none")
     method.begin_epoch(survey_of({"loss": 2 * loss}))
     assert method.beliefs().extra["noise_rate"] == pytest.approx(1 / 3, abs=0.02)
-    method.enter(0, 6)
-    assert not method.wants_survey()  # the estimate of the ramp's end stays
+    method.set_epoch(0, 6)
+    assert not method.surveys_before_epoch()  # the estimate of the ramp's end stays
 
 
 @pytest.mark.parametrize(
@@ -181,8 +181,8 @@ def test_the_log_says_where_the_noise_rate_comes_from(
         method, _ = set_up(name, **options)
         method.begin_epoch(None)
         assert told in caplog.text
-        if method.wants_survey() or "estimated in" in told:
-            method.enter(0, 3)
+        if method.surveys_before_epoch() or "estimated in" in told:
+            method.set_epoch(0, 3)
             method.begin_epoch(survey_of({"loss": torch.linspace(0, 1, len(GIVEN))}))
             assert f"noise rate {float(method.noise):.3f}, estimated from the losses" in caplog.text
 
@@ -287,7 +287,7 @@ def test_har_smooths_each_sample_by_the_strength_of_its_class(norm: str, late: b
     """The gradients are found by moving one normalised activation after the other."""
     config = small_config({"name": "har", "reweight_start": 0.5, "beta": 0.9}, model={"norm": norm, "width": 2})
     method = make_method(config, GIVEN, CLASSES).double()
-    method.enter(1, 2 if late else 0)
+    method.set_epoch(1, 2 if late else 0)
     method.train()
     batch = batch_of(method, 4)
     method.strengths.copy_(torch.linspace(0.2, 1.0, CLASSES))
@@ -341,7 +341,7 @@ def test_the_regulariser_has_the_right_gradient() -> None:
 
 def test_class_strengths_come_from_held_out_errors_and_counts() -> None:
     method, _ = set_up("har", stage=1)
-    assert method.wants_survey()
+    assert method.surveys_before_epoch()
     held = method.held
     assert np.bincount(GIVEN[held], minlength=CLASSES).tolist() == [10, 4, 2, 0, 0]
     wrong = torch.zeros(len(GIVEN))
@@ -392,7 +392,7 @@ def test_samples_no_better_than_fakes_go_unless_their_class_would_vanish() -> No
     margin, fake = torch.tensor(rows), torch.zeros(7, 2, dtype=torch.bool)
     fake[1, 0] = fake[6, 1] = True  # thresholds: 0.0 in the first run, 9.0 in the second
     given = torch.tensor([0, 0, 0, 0, 1, 0, 0])
-    clean, threshold = aum.believed(margin, fake, given, 0.99)
+    clean, threshold = aum.select_clean(margin, fake, given, 0.99)
     assert threshold.tolist() == [0.0, 9.0]
     # 2 passes in the second run; 3 fails in both; 4 is all its class has; 1 is judged by the second alone
     assert clean.tolist() == [True, False, True, False, True, True, True]

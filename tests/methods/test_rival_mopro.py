@@ -11,7 +11,7 @@ from rivals import Course, Pictures, batch_of, make_method, small_config, survey
 from torch.nn.functional import normalize
 
 from pipeline.distributed.world import World
-from pipeline.methods.mopro import MAIN, RETRAIN, MoPro, enqueue, moved, queue_contrastive
+from pipeline.methods.mopro import MAIN, RETRAIN, MoPro, ema_update, enqueue, queue_contrastive
 from shards.base.errors import UserError
 
 K, D, N, T = 3, 6, 45, 0.1
@@ -22,7 +22,7 @@ def mover(epoch: int = 4, **options: object) -> MoPro:
     settings = {"name": "mopro", "queue": 20, "cleaning_start": 0.25, "relabel_above": 0.5, **options}
     method = make_method(small_config(settings, train={"epochs": 8}), Pictures().given, K)
     assert isinstance(method, MoPro)
-    method.enter(MAIN, epoch)
+    method.set_epoch(MAIN, epoch)
     return method
 
 
@@ -45,8 +45,8 @@ def test_prototypes_move_by_one_sample_after_the_other() -> None:
         if w:
             slow[k] = 0.9 * slow[k] + 0.1 * vector
     slow = slow / slow.norm(dim=1, keepdim=True)
-    assert torch.allclose(moved(prototypes, z, label, weight, 0.9).double(), slow, atol=1e-6)
-    assert torch.allclose(moved(slow, z, label, torch.zeros(12), 0.9).double(), slow, atol=1e-6)
+    assert torch.allclose(ema_update(prototypes, z, label, weight, 0.9).double(), slow, atol=1e-6)
+    assert torch.allclose(ema_update(slow, z, label, torch.zeros(12), 0.9).double(), slow, atol=1e-6)
 
 
 def test_the_queue_holds_the_newest_keys_that_count() -> None:
@@ -125,7 +125,7 @@ def test_corrections_are_remembered_by_sample_and_reported_in_the_next_epoch() -
     run = Course(small_config({"name": "mopro", "queue": 20, "cleaning_start": 0.34, "retrain_part": 0.0}))
     for _ in run.steps():
         pass
-    run.method.enter(MAIN, 2)
+    run.method.set_epoch(MAIN, 2)
     beliefs = run.method.beliefs()
     assert beliefs is not None
     given = torch.from_numpy(run.pictures.given).long()
@@ -137,8 +137,8 @@ def test_the_last_stage_trains_the_classifier_alone_on_balanced_corrected_labels
     method = mover(retrain_part=0.5)
     stages = method.stages()
     assert (stages[1].epochs, stages[1].trainable) == (4, ("network.head",))
-    method.enter(RETRAIN, 0)
-    assert method.wants_survey()
+    method.set_epoch(RETRAIN, 0)
+    assert method.surveys_before_epoch()
     method.prototypes.copy_(torch.eye(K, D))
     z = torch.zeros(N, D)
     z[torch.arange(N), torch.arange(N) % K] = 1  # sample i belongs to class i mod 3, whatever its label
@@ -170,9 +170,9 @@ def test_a_queue_smaller_than_a_batch_is_refused() -> None:
 def test_nobody_with_a_label_still_trains() -> None:
     method = mover().double()
     method.used.zero_()
-    method.enter(RETRAIN, 1)
+    method.set_epoch(RETRAIN, 1)
     assert len(method.passes()[0].order) == N
-    method.enter(MAIN, 4)
+    method.set_epoch(MAIN, 4)
     method.prototypes.zero_()  # no prototype, uniform scores: nobody is above chance
     with torch.no_grad():
         for p in method.network.head.parameters():

@@ -20,7 +20,7 @@ def divider(given: np.ndarray, classes: int = K, **options: object) -> RoLT:
     config = small_config({"name": "rolt", "warmup": 0.25, **options}, train={"epochs": 8})
     method = make_method(config, given, classes)
     assert isinstance(method, RoLT)
-    method.enter(0, 4)
+    method.set_epoch(0, 4)
     return method
 
 
@@ -69,7 +69,7 @@ def test_labelled_rows_are_weighted_by_class_late_in_the_training() -> None:
     method = divider(given, reweight_start=0.5)
     batch = batch_of(method, 6, views=("weak", "weak2"))
     late = method.labelled_weight(batch)
-    method.enter(0, 3)
+    method.set_epoch(0, 3)
     early = method.labelled_weight(batch)
     expected = batch.valid * class_weights(np.bincount(given), 0.9999)[batch.label]
     assert torch.equal(early, batch.valid.repeat(2))

@@ -12,9 +12,9 @@ from torch.nn.functional import normalize
 
 from pipeline.distributed.world import World
 from pipeline.methods.parts.losses import instance_contrastive
-from pipeline.methods.parts.mixup import coefficient, pair_within, partners
+from pipeline.methods.parts.mixup import mixup_lambda, mixup_partners, pair_within
 from pipeline.methods.prototype_method import MIX_COEFFICIENT, MIX_PARTNER
-from pipeline.methods.rrl import MAIN, RRL, WARMUP, neighbours_say
+from pipeline.methods.rrl import MAIN, RRL, WARMUP, knn_label_distribution
 
 K, D, N, T = 3, 6, 45, 0.3
 Row = list[float]
@@ -24,7 +24,7 @@ def learner(epoch: int = 2, **options: object) -> RRL:
     settings = {"name": "rrl", "cleaning_start": 0.25, "neighbours": 4, "use_above": 0.6, **options}
     method = make_method(small_config(settings, train={"epochs": 8}), Pictures().given, K)
     assert isinstance(method, RRL)
-    method.enter(MAIN, epoch)
+    method.set_epoch(MAIN, epoch)
     return method
 
 
@@ -68,7 +68,7 @@ def test_labels_are_cleaned_as_published_over_two_epochs() -> None:
     method = learner(epoch=2)  # a quarter of eight epochs: the first with cleaning
     given, soft = method.data.given, None
     for epoch in (2, 3):
-        method.enter(MAIN, epoch)
+        method.set_epoch(MAIN, epoch)
         z, linear = embedded(epoch), 3 * torch.randn(N, K, generator=torch.Generator().manual_seed(epoch))
         method.begin_epoch(survey_of({"z": z.float(), "linear": linear}))
         expected = slow_cleaning(z, linear, given, soft)
@@ -90,8 +90,8 @@ def test_labels_are_cleaned_as_published_over_two_epochs() -> None:
 
 def test_neighbours_in_blocks_are_those_of_one_block() -> None:
     z, soft = embedded(0).float(), torch.rand(N, K)
-    whole = neighbours_say(z, z, soft, 4, T, 1000, torch.arange(N))
-    assert torch.allclose(neighbours_say(z, z, soft, 4, T, 7, torch.arange(N)), whole, atol=1e-6)
+    whole = knn_label_distribution(z, z, soft, 4, T, 1000, torch.arange(N))
+    assert torch.allclose(knn_label_distribution(z, z, soft, 4, T, 7, torch.arange(N)), whole, atol=1e-6)
 
 
 def test_the_loss_is_the_formula() -> None:
@@ -122,9 +122,9 @@ def test_the_loss_is_the_formula() -> None:
         rec = sum(v * (a[2] + b[2]) for v, a, b in zip(valid, weak, strong)) / sum(valid)
         z, z_strong = (torch.stack([row[1] for row in rows]) for rows in (weak, strong))
         cc = float(instance_contrastive(z, z_strong, batch.valid, T, World(), batch.rows))
-        lam = coefficient(batch, 8.0, MIX_COEFFICIENT)
+        lam = mixup_lambda(batch, 8.0, MIX_COEFFICIENT)
         batch.valid = torch.tensor(weight)
-        partner = partners(batch, 2, MIX_PARTNER).tolist()
+        partner = mixup_partners(batch, 2, MIX_PARTNER).tolist()
         images, pc = torch.cat([batch.views["weak"], batch.views["strong"]]), 0.0
         for i, j in enumerate(partner):
             if not weight[i % 8]:
@@ -139,7 +139,7 @@ def test_the_loss_is_the_formula() -> None:
 
 def test_the_warm_up_knows_no_prototypes() -> None:
     method = learner()
-    method.enter(WARMUP, 0)
+    method.set_epoch(WARMUP, 0)
     batch = batch_of(method.double(), 5)
     assert set(method(batch)) == {"loss", "ce", "rec"}
 
@@ -148,7 +148,7 @@ def test_the_warm_up_knows_no_prototypes() -> None:
 def test_every_part_that_is_said_to_learn_gets_a_gradient(weight) -> None:
     method = learner(reconstruction=weight).double()
     for number, stage in enumerate(method.stages()):
-        method.enter(number, 0)
+        method.set_epoch(number, 0)
         method.zero_grad(set_to_none=True)
         method(batch_of(method, 5, views=("weak", "strong")))["loss"].backward()
         learns = {name for name, _ in method.named_parameters() if name.startswith(stage.trainable)}
@@ -177,7 +177,7 @@ def test_a_class_without_labelled_samples_keeps_its_prototype() -> None:
     linear[:, 0] = 50  # everybody is of class 0, and no other label is kept
     method.soft.zero_()
     method.soft[:, 0] = 1
-    method.enter(MAIN, 3)
+    method.set_epoch(MAIN, 3)
     method.begin_epoch(survey_of({"z": embedded(0).float(), "linear": linear}))
     assert torch.equal(method.prototypes[1:], old[1:])
     assert not torch.equal(method.prototypes[0], old[0])
@@ -194,7 +194,7 @@ def test_nobody_with_a_label_gives_no_gradient_but_no_nan() -> None:
 @pytest.mark.parametrize("samples", [1, 2])
 def test_fewer_samples_than_neighbours(samples) -> None:
     z, soft = embedded(0, samples).float(), torch.eye(K)[:samples]
-    said = neighbours_say(z, z, soft, 200, T, 8, torch.arange(samples))
+    said = knn_label_distribution(z, z, soft, 200, T, 8, torch.arange(samples))
     assert torch.equal(said, torch.zeros(1, K) if samples == 1 else soft.flip(0))
 
 

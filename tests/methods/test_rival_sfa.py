@@ -9,7 +9,7 @@ import pytest
 import torch
 from rivals import Course, Pictures, batch_of, make_method, small_config, survey_of
 
-from pipeline.methods.sfa import SFA, shifted
+from pipeline.methods.sfa import SFA, balanced_softmax_logits
 
 K, N, VIEWS = 3, 45, ("weak", "weak2")
 
@@ -18,7 +18,7 @@ def averager(epoch: int = 4, **options: object) -> SFA:
     config = small_config({"name": "sfa", "warmup": 0.25, **options}, train={"epochs": 8})
     method = make_method(config, Pictures().given, K)
     assert isinstance(method, SFA)
-    method.enter(0, epoch)
+    method.set_epoch(0, epoch)
     return method
 
 
@@ -46,7 +46,7 @@ def test_centroids_and_their_squares_are_averaged_over_epochs() -> None:
     method = averager(averaging=0.9)
     mean, square = [0.0, 0.0], [0.0, 0.0]
     for epoch in (4, 5, 6):
-        method.enter(0, epoch)
+        method.set_epoch(0, epoch)
         found = outputs(method, epoch)
         given = torch.from_numpy(method.data.given).long()
         kept = method.judged([found["logits0"], found["logits1"]], given)
@@ -71,7 +71,7 @@ def test_large_classes_draw_their_centroid_from_the_gaussian_of_the_averages() -
     large = torch.tensor([True, False, True])
     draws = []
     for epoch in range(60):
-        method.enter(0, epoch)
+        method.set_epoch(0, epoch)
         draws.append(method._drawn(0, large))
         assert torch.equal(draws[-1], method._drawn(0, large))  # the same on every rank and after a restart
     stacked = torch.stack(draws)
@@ -125,7 +125,7 @@ def test_all_four_classifiers_judge() -> None:
 
 
 def test_a_class_without_trusted_samples_has_a_finite_shift() -> None:
-    assert torch.isfinite(shifted(torch.zeros(2, K), torch.tensor([0.0, 3, 5]))).all()
+    assert torch.isfinite(balanced_softmax_logits(torch.zeros(2, K), torch.tensor([0.0, 3, 5]))).all()
 
 
 def test_nobody_passes_the_confidence_test_and_training_goes_on() -> None:

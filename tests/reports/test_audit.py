@@ -13,7 +13,7 @@ from mlflow_store import client_of
 from trained import Trained, command
 
 from pipeline.inference.open_run import open_run
-from pipeline.reports.audit import Rate, _neighbours, apply, corrected, examine, quality
+from pipeline.reports.audit import Rate, _neighbours, apply, audit_labels, corrected_labels, detection_quality
 from shards.base.errors import UserError
 from shards.build import ensure
 from shards.config import BuildConfig
@@ -94,10 +94,10 @@ def test_the_corrected_labels_build_new_shards(trained: Trained, audited: tuple[
 @pytest.mark.parametrize("how", ["relabel", "drop"])
 def test_a_class_of_which_nothing_would_be_left_keeps_its_labels(trained: Trained, how: str) -> None:
     opened = open_run(str(trained.folder / "model"))
-    found = examine(opened, opened.split("train", trained.shards))
+    found = audit_labels(opened, opened.split("train", trained.shards))
     found.suspicious = found.given != 0  # a model that knows two classes only
     found.suggested = np.where(found.given == 3, 7, 0)
-    label, keep, spared = corrected(found, 10, how)
+    label, keep, spared = corrected_labels(found, 10, how)
     assert spared == list(range(1, 10))  # 7 too: it would have lived on what 3 keeps
     left = np.bincount(label[keep], minlength=10)
     assert (left > 0).all()
@@ -122,14 +122,14 @@ def test_corrected_labels_of_files_leave_the_pictures_where_they_are(
     opened.model.classes = [f"digit {k}" for k in range(10)]
     opened.model.config = opened.model.config.model_copy(update={"shards": own})
     split, test = opened.split("train", shards), opened.split("test", shards)
-    found = examine(opened, split)
+    found = audit_labels(opened, split)
     line = apply(found, opened, split, test, tmp_path, "relabel")
     command("shards.build", *shlex.split(line)[3:], f"output={tmp_path / 'cleaned'}")
     assert not (tmp_path / "pictures" / "pictures").exists()
     cleaned = open_split(str(tmp_path / "cleaned"))
     assert len(cleaned) == len(split)
     assert len(open_split(str(tmp_path / "cleaned"), "test")) == len(test)
-    label, _, _ = corrected(found, 10, "relabel")
+    label, _, _ = corrected_labels(found, 10, "relabel")
     by_name = {Path(key).name: split.classes[k] for key, k in zip(split.keys(), label)}
     assert {Path(key).name: cleaned.classes[k] for key, k in zip(cleaned.keys(), cleaned.given)} == by_name
 
@@ -137,20 +137,20 @@ def test_corrected_labels_of_files_leave_the_pictures_where_they_are(
 def test_a_model_without_beliefs_is_audited_by_its_answers_or_by_a_threshold(trained: Trained) -> None:
     opened = open_run(str(trained.folder / "model"))
     split = opened.split("train", trained.shards)
-    found = examine(opened, split)
+    found = audit_labels(opened, split)
     assert (found.suspicious == (found.suggested != found.given)).all()
-    strict = examine(opened, split, threshold=0.3)
+    strict = audit_labels(opened, split, threshold=0.3)
     assert (strict.suspicious == (strict.score <= 0.3)).all()
-    judged = quality(strict)
+    judged = detection_quality(strict)
     assert judged is not None
     assert 0 < judged["f1"] <= 1
 
 
 def test_without_true_labels_nothing_is_claimed(trained: Trained) -> None:
     opened = open_run(str(trained.folder / "model"))
-    found = examine(opened, opened.split("train", trained.shards))
+    found = audit_labels(opened, opened.split("train", trained.shards))
     found.true = np.full_like(found.true, -1)
-    assert quality(found) is None
+    assert detection_quality(found) is None
 
 
 def test_the_interval_holds_the_share_and_narrows_with_more_samples() -> None:

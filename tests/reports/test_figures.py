@@ -82,9 +82,9 @@ def test_the_axis_is_the_whole_training_in_whole_epochs_even_for_a_single_point(
         (ax,) = figure.axes
         low, high = ax.get_xlim()
         assert low <= 1 <= last <= high
-        shown = [tick for tick in ax.get_xticks() if low <= tick <= high]
+        shown = [order_key for order_key in ax.get_xticks() if low <= order_key <= high]
         assert shown
-        assert all(tick == round(tick) for tick in shown)
+        assert all(order_key == round(order_key) for order_key in shown)
 
 
 def test_a_hundred_classes_and_several_runs_fit_into_one_picture() -> None:

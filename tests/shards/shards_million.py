@@ -67,7 +67,7 @@ def build(samples: int, output: str) -> dict[str, float]:
     from shards.base.storage import store_at
     from shards.build import Build
     from shards.config import BuildConfig
-    from shards.sources import Collection, Rows
+    from shards.sources import Collection, SourceTable
 
     labels = (np.arange(samples) % 1000).astype(np.int32)
     chunks = [
@@ -78,8 +78,8 @@ def build(samples: int, output: str) -> dict[str, float]:
     ]
     keys = pa.concat_arrays(chunks)
     splits = {
-        "train": Rows(keys, labels, labels),
-        "test": Rows(keys[:1000], labels[:1000], labels[:1000]),
+        "train": SourceTable(keys, labels, labels),
+        "test": SourceTable(keys[:1000], labels[:1000], labels[:1000]),
     }
     found = Collection("generated", [f"class {k}" for k in range(1000)], splits, Generated())
     config = BuildConfig(output=output, rho=1, noise=0.5, writers=2)

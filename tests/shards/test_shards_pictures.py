@@ -20,7 +20,7 @@ from shards_help import Build, fill, picture, pixels
 
 from shards.base.errors import UserError
 from shards.config import BuildConfig
-from shards.picture import Rules, admit
+from shards.picture import Rules, check_and_convert
 from shards.reader import open_split
 from shards.sources import Rejected
 
@@ -60,8 +60,8 @@ def bomb(width: int, height: int) -> bytes:
     ids=["jpeg", "progressive", "grey jpeg", "png", "grey png", "webp", "bytes after the end", "two views"],
 )
 def test_ordinary_pictures_keep_their_bytes(data: bytes) -> None:
-    assert admit(data, UNTOUCHED)[0] == data
-    assert admit(data, Rules.of(BuildConfig(decode_check=True)))[0] == data
+    assert check_and_convert(data, UNTOUCHED)[0] == data
+    assert check_and_convert(data, Rules.of(BuildConfig(decode_check=True)))[0] == data
 
 
 @pytest.mark.parametrize(
@@ -84,12 +84,12 @@ def test_ordinary_pictures_keep_their_bytes(data: bytes) -> None:
 @pytest.mark.parametrize("rules", [UNTOUCHED, SMALL], ids=["untouched", "resized"])
 def test_unusable_pictures_are_rejected_with_the_reason(data: bytes, reason: str, rules: Rules) -> None:
     with pytest.raises(Rejected, match=f"^({reason})"):
-        admit(data, rules)
+        check_and_convert(data, rules)
 
 
 def test_a_file_beyond_the_limit_is_rejected() -> None:
     with pytest.raises(Rejected, match=r"larger than 0\.0001 MB"):
-        admit(picture(1), Rules.of(BuildConfig(max_picture_mb=0.0001)))
+        check_and_convert(picture(1), Rules.of(BuildConfig(max_picture_mb=0.0001)))
 
 
 class TestConversion:
@@ -100,7 +100,7 @@ class TestConversion:
         return Image.open(io.BytesIO(picture(3, (40, 20), "png")))
 
     def near(self, data: bytes, image: Image.Image, tolerance: float = 6.0) -> None:
-        stored = pixels(admit(data, UNTOUCHED)[0]).astype(float)
+        stored = pixels(check_and_convert(data, UNTOUCHED)[0]).astype(float)
         wanted = np.asarray(image.convert("RGB")).astype(float)
         assert stored.shape == wanted.shape
         assert np.abs(stored - wanted).mean() < tolerance
@@ -108,7 +108,7 @@ class TestConversion:
     def test_cmyk(self, colours: Image.Image) -> None:
         data = encode(colours.convert("CMYK"), "jpeg", quality=95)
         self.near(data, colours)
-        assert admit(data, UNTOUCHED)[1] == "jpg"
+        assert check_and_convert(data, UNTOUCHED)[1] == "jpg"
 
     def test_palette_with_transparency_goes_on_white(self, colours: Image.Image) -> None:
         self.near(encode(colours.quantize(32), "png"), colours.quantize(32), 0.01)
@@ -136,7 +136,7 @@ class TestConversion:
         options = {"lossless": True} if kind == "webp" else {}
         data = encode(colours, kind, save_all=True, append_images=[*frames, colours], duration=50, **options)
         self.near(data, colours, 0.01)
-        assert getattr(Image.open(io.BytesIO(admit(data, UNTOUCHED)[0])), "n_frames", 1) == 1
+        assert getattr(Image.open(io.BytesIO(check_and_convert(data, UNTOUCHED)[0])), "n_frames", 1) == 1
 
     @pytest.mark.parametrize("orientation", range(1, 9))
     def test_exif_rotation_is_applied(self, orientation: int, colours: Image.Image) -> None:
@@ -154,8 +154,8 @@ class TestConversion:
         data = encode(colours, "jpeg", quality=95, exif=exif)
         wanted = colours.transpose(turns[orientation]) if orientation > 1 else colours
         self.near(data, wanted)
-        assert (admit(data, UNTOUCHED)[0] == data) == (orientation == 1)
-        shrunk = Image.open(io.BytesIO(admit(data, SMALL)[0]))
+        assert (check_and_convert(data, UNTOUCHED)[0] == data) == (orientation == 1)
+        shrunk = Image.open(io.BytesIO(check_and_convert(data, SMALL)[0]))
         assert shrunk.size == ((32, 16) if orientation <= 4 else (16, 32))
         assert shrunk.getexif().get(0x0112, 1) == 1
 
@@ -168,7 +168,7 @@ class TestConversion:
 
     def test_the_word_exif_inside_a_comment_is_no_exif(self, colours: Image.Image) -> None:
         data = encode(colours, "jpeg", quality=95, comment=b"not really Exif\0\0")
-        assert admit(data, UNTOUCHED)[0] == data
+        assert check_and_convert(data, UNTOUCHED)[0] == data
 
 
 def test_the_largest_pictures_need_less_than_a_gibibyte() -> None:
@@ -178,10 +178,10 @@ def test_the_largest_pictures_need_less_than_a_gibibyte() -> None:
         "from PIL import Image\n"
         "from shards_million import peak_mib\n"
         "from shards.config import BuildConfig\n"
-        "from shards.picture import Rules, admit\n"
+        "from shards.picture import Rules, check_and_convert\n"
         "out = io.BytesIO()\n"
         "Image.new('RGBA', (7000, 7000), (1, 2, 3, 100)).save(out, 'png', compress_level=1)\n"
-        "admit(out.getvalue(), Rules.of(BuildConfig(resize=256)))\n"
+        "check_and_convert(out.getvalue(), Rules.of(BuildConfig(resize=256)))\n"
         "print(peak_mib())"
     )
     done = subprocess.run([sys.executable, "-c", program, str(Path(__file__).parent)], capture_output=True, text=True)
@@ -192,7 +192,7 @@ class TestResize:
     @pytest.mark.parametrize(("kind", "mode"), [("jpeg", "RGB"), ("png", "RGB"), ("webp", "RGB"), ("jpeg", "L")])
     @pytest.mark.parametrize("size", [(200, 100), (33, 500), (64, 64)])
     def test_the_short_side_is_what_was_asked(self, kind: str, mode: str, size: tuple[int, int]) -> None:
-        data, extension = admit(picture(5, size, kind, mode), SMALL)
+        data, extension = check_and_convert(picture(5, size, kind, mode), SMALL)
         assert extension == "jpg"
         width, height = Image.open(io.BytesIO(data)).size
         assert min(width, height) == 16
@@ -200,17 +200,17 @@ class TestResize:
 
     def test_small_pictures_are_not_blown_up(self) -> None:
         data = picture(5, (30, 16))
-        assert admit(data, SMALL) == (data, "jpg")
+        assert check_and_convert(data, SMALL) == (data, "jpg")
 
     def test_it_shows_the_same_picture(self) -> None:
         data = picture(6, (640, 480))
         wanted = Image.open(io.BytesIO(data)).resize((85, 64), Image.Resampling.LANCZOS)
-        stored = admit(data, Rules.of(BuildConfig(resize=64, quality=95)))[0]
+        stored = check_and_convert(data, Rules.of(BuildConfig(resize=64, quality=95)))[0]
         assert np.abs(pixels(stored).astype(float) - np.asarray(wanted)).mean() < 3
 
     def test_quality_is_obeyed(self) -> None:
         data = picture(7, (640, 480))
-        low, high = (len(admit(data, Rules.of(BuildConfig(resize=64, quality=q)))[0]) for q in (30, 95))
+        low, high = (len(check_and_convert(data, Rules.of(BuildConfig(resize=64, quality=q)))[0]) for q in (30, 95))
         assert low < high
 
 
@@ -372,7 +372,7 @@ def test_half_a_jpeg_with_an_end_is_still_half() -> None:
     cut = data[: segment(data, 0xDA) + (len(data) - segment(data, 0xDA)) // 2] + b"\xff\xd9"
     for rules in ({"decode_check": True}, {"resize": 16}):
         with pytest.raises(Rejected, match="truncated"):
-            admit(cut, Rules.of(BuildConfig(**rules)))
+            check_and_convert(cut, Rules.of(BuildConfig(**rules)))
 
 
 @pytest.mark.parametrize("place", [0, 4, 10])  # the byte order, where the entries are, the kind of the first
@@ -384,7 +384,7 @@ def test_a_corrupt_exif_is_no_exif(place: int) -> None:
     data[start : start + 4] = b"\xff\xff\xff\xff"
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a warning for each of them would bury the progress bar
-        assert admit(bytes(data), UNTOUCHED) == (bytes(data), "jpg")
+        assert check_and_convert(bytes(data), UNTOUCHED) == (bytes(data), "jpg")
 
 
 def test_twelve_bits_and_hidden_exif_go_the_careful_way() -> None:
@@ -392,7 +392,7 @@ def test_twelve_bits_and_hidden_exif_go_the_careful_way() -> None:
     data = bytearray(jpeg())
     data[segment(bytes(data), 0xC0) + 4] = 12
     with pytest.raises(Rejected, match="not a JPEG"):
-        admit(bytes(data), Rules.of(BuildConfig()))
+        check_and_convert(bytes(data), Rules.of(BuildConfig()))
     turned = io.BytesIO()
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -404,7 +404,7 @@ def test_twelve_bits_and_hidden_exif_go_the_careful_way() -> None:
     tables = segment(rest, 0xDB)
     after = tables + 2 + (rest[tables + 2] << 8) + rest[tables + 3]
     for hidden in (rest[:after] + app + rest[after:], whole[:place] + b"\xff" + whole[place:]):
-        stored, _ = admit(hidden, Rules.of(BuildConfig()))
+        stored, _ = check_and_convert(hidden, Rules.of(BuildConfig()))
         assert Image.open(io.BytesIO(stored)).size == (48, 64)
 
 
@@ -415,4 +415,4 @@ def test_a_sampling_the_fast_decoder_does_not_know() -> None:
     data[frame + 11] = 0x14  # the first component's sampling
     with pytest.raises(KeyError):
         simplejpeg.decode_jpeg_header(bytes(data))
-    assert admit(bytes(data), Rules.of(BuildConfig())) == (bytes(data), "jpg")
+    assert check_and_convert(bytes(data), Rules.of(BuildConfig())) == (bytes(data), "jpg")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shards.base.errors import UserError
 from shards.config import BuildConfig
 from shards.plan import make_plan
-from shards.sources import Collection, Rows
+from shards.sources import Collection, SourceTable
 
 
 class Nothing:
@@ -21,7 +21,7 @@ class Nothing:
 def collection(counts: list[int]) -> Collection:
     labels = np.repeat(np.arange(len(counts)), counts).astype(np.int32)
     keys = pa.array([str(row) for row in range(len(labels))])
-    splits = {"train": Rows(keys, labels, labels), "test": Rows(keys, labels, labels)}
+    splits = {"train": SourceTable(keys, labels, labels), "test": SourceTable(keys, labels, labels)}
     return Collection("made up", [str(k) for k in range(len(counts))], splits, Nothing())
 
 

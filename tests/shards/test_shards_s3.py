@@ -158,7 +158,7 @@ def contents(folder: str) -> dict[str, bytes]:
 
 def digest(url: str, cache: CacheConfig) -> str:
     split = open_split(url, "train", cache)
-    split.will_need(range(len(split.shard_sizes)))
+    split.prefetch(range(len(split.shard_sizes)))
     return hashlib.sha256(b"".join(bytes(split.read(index)) for index in range(len(split)))).hexdigest()
 
 

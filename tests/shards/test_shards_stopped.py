@@ -208,14 +208,14 @@ def test_ctrl_c_waits_for_a_good_moment_and_goes_to_the_handler_of_before() -> N
     heard: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
     try:
-        with writing._ctrl_c_waits() as heed:
+        with writing._defer_sigint() as heed:
             heed()
             signal.raise_signal(signal.SIGINT)
             assert heard == []
             heed()
             heed()
             assert heard == [signal.SIGINT]
-        with writing._ctrl_c_waits():
+        with writing._defer_sigint():
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
         assert len(heard) == 2  # what nobody heeded is not lost
@@ -233,10 +233,10 @@ class Deadly:
 def test_a_writer_that_is_killed_ends_the_build_with_a_sentence(tmp_path: Path) -> None:
     import pyarrow as pa
 
-    from shards.sources import Collection, Rows
+    from shards.sources import Collection, SourceTable
 
     labels = np.array([0, 1] * 4, np.int32)
-    rows = Rows(pa.array([str(n) for n in range(8)]), labels, labels)
+    rows = SourceTable(pa.array([str(n) for n in range(8)]), labels, labels)
     found = Collection("deadly", ["a", "b"], {"train": rows}, Deadly())
     config = BuildConfig(output=str(tmp_path / "out"), rho=1, noise=0, writers=2, shard_samples=4)
     with pytest.raises(UserError, match=r"A writer process was killed.*fewer writers"):

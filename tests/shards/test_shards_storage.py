@@ -23,7 +23,7 @@ from shards import inspect, reader, verify
 from shards.base import storage
 from shards.base.errors import UserError
 from shards.base.redact import redact
-from shards.base.storage import patiently, store_at
+from shards.base.storage import store_at, with_retries
 from shards.build import ensure
 from shards.cache import Cache
 from shards.config import BuildConfig, CacheConfig
@@ -76,7 +76,7 @@ def test_a_remote_build_has_the_same_bytes_and_leaves_no_temporary_files(remote:
 def test_remote_samples_equal_local_ones(remote: str, local: str, cache: CacheConfig) -> None:
     there, here = open_split(remote, cache=cache), open_split(local)
     assert np.array_equal(there.given, here.given)
-    there.will_need(range(len(there.shard_sizes)))
+    there.prefetch(range(len(there.shard_sizes)))
     for index in range(len(here)):
         assert there.read(index) == here.read(index)
     assert there.keys() == here.keys()
@@ -171,7 +171,7 @@ def test_a_network_that_stays_bad_ends_at_the_deadline_with_the_shard_named(
         raise fault
 
     with pytest.raises(UserError, match=r"Shard x could not be had within 60 s: (connection reset|TimeoutError)\."):
-        patiently(never, "Shard x", 60)
+        with_retries(never, "Shard x", 60)
     assert 160 - 15 * 1.5 <= now[0] <= 160
     pauses = np.diff(tries)
     assert pauses[0] < 0.5
@@ -190,12 +190,12 @@ def test_a_poisoned_copy_is_fetched_again(remote: str, cache: CacheConfig) -> No
 def test_the_cache_keeps_its_budget(remote: str, local: str, tmp_path: Path) -> None:
     shards = shards_of(remote)
     budget = sum(sorted(shard.bytes for shard in shards)[-2:]) + 1000
-    small = CacheConfig(folder=str(tmp_path / "cache"), max_gb=budget / 1e9, reserve_gb=0, ahead=1)
+    small = CacheConfig(folder=str(tmp_path / "cache"), max_gb=budget / 1e9, reserve_gb=0, prefetch=1)
     there, here = open_split(remote, cache=small), open_split(local)
-    there.will_need(range(len(shards)))
+    there.prefetch(range(len(shards)))
     for index in range(len(here)):  # plan order
         assert there.read(index) == here.read(index)
-        with there._cache._alone(Path(small.folder) / "room"):
+        with there._cache._locked(Path(small.folder) / "room"):
             kept = sum(path.stat().st_size for path in Path(small.folder).glob("*.tar"))
         assert kept <= budget
     for index in np.random.default_rng(0).permutation(len(here))[:30]:
@@ -217,7 +217,7 @@ def test_shards_are_fetched_ahead_in_plan_order(remote: str, cache: CacheConfig,
     monkeypatch.setattr(storage.RemoteStore, "fetch", fetch)
     split = open_split(remote, cache=cache)
     order.clear()
-    split.will_need([3, 1, 4, 0])
+    split.prefetch([3, 1, 4, 0])
     _until(lambda: len(order) == 2)
     time.sleep(0.1)
     assert order == ["train-000003.tar", "train-000001.tar"]  # two ahead, no more
@@ -314,7 +314,7 @@ def test_shards_on_the_web_are_read_verified_and_looked_at(
         assert _digest(open_split(url, cache=cache)) == _digest(open_split(local))
         told: list[str] = []
         assert verify.verify(verify.VerifyConfig(url=url, cache=cache), told.append) == 0, told
-        assert open_split(url, cache=cache).peek(9) == bytes(open_split(local).read(9))
+        assert open_split(url, cache=cache).read_one(9) == bytes(open_split(local).read(9))
         with pytest.raises(UserError, match="no finished shards at http://"):
             open_split(f"{url}/nowhere")
         server.shutdown()
@@ -373,11 +373,11 @@ def _wander(local: str, cache: CacheConfig, seed: int) -> None:
     reader.store_at = lambda url: storage.LocalStore(url) if url == local else Near(url, "memory")
     here, there = open_split(local), reader.Split("memory://near", "train", read_manifest(local), cache, True)
     order = np.random.default_rng(seed).permutation(len(there.shard_sizes))
-    there.will_need(order.tolist())
+    there.prefetch(order.tolist())
     for shard in order:
         for index in range(8 * shard, min(8 * shard + 8, len(here))):
             assert there.read(index) == here.read(index)
-        with there._cache._alone(Path(cache.folder) / "room"):
+        with there._cache._locked(Path(cache.folder) / "room"):
             kept = sum(path.stat().st_size for path in Path(cache.folder).glob("*.tar"))
         assert kept <= cache.max_gb * 1e9
 
@@ -385,7 +385,7 @@ def _wander(local: str, cache: CacheConfig, seed: int) -> None:
 def test_processes_keep_the_budget_together(local: str, tmp_path: Path) -> None:
     about = read_manifest(local).splits["train"]
     budget = about.table.bytes + 3 * max(shard.bytes for shard in about.shards)
-    cache = CacheConfig(folder=str(tmp_path / "cache"), max_gb=budget / 1e9, reserve_gb=0, ahead=1, deadline=30)
+    cache = CacheConfig(folder=str(tmp_path / "cache"), max_gb=budget / 1e9, reserve_gb=0, prefetch=1, deadline=30)
     context = multiprocessing.get_context("spawn")
     ranks = [context.Process(target=_wander, args=(local, cache, seed)) for seed in range(3)]
     for rank in ranks:
@@ -395,7 +395,7 @@ def test_processes_keep_the_budget_together(local: str, tmp_path: Path) -> None:
         assert rank.exitcode == 0
 
 
-@pytest.mark.parametrize("moment", ["_whole", "_fetch"])
+@pytest.mark.parametrize("moment", ["_is_complete", "_fetch"])
 def test_a_copy_that_another_process_drops_just_now_is_fetched_again(
     moment: str, remote: str, local: str, cache: CacheConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

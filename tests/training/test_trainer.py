@@ -14,7 +14,7 @@ from ranks import on_ranks
 
 from pipeline import config as configuration
 from pipeline import train
-from pipeline.distributed.step_sync import Stopped
+from pipeline.distributed.step_sync import TrainingStopped
 from pipeline.distributed.world import World
 from pipeline.inference import model as exported
 
@@ -52,8 +52,8 @@ def run_to_end(config: configuration.Config, world: World = ALONE, looks: int | 
     trainer, _ = train.build(config, world)
     trainer.on_batch = note
     if looks is not None:
-        trainer.pulse.wish = StopAt(looks)
-        with pytest.raises(Stopped):
+        trainer.step_sync.stop_source = StopAt(looks)
+        with pytest.raises(TrainingStopped):
             trainer.run()
         trainer.checkpoints.close()
         trainer, _ = train.build(config, world)
@@ -139,7 +139,7 @@ def test_any_number_of_ranks_is_the_same_training(digits, tmp_path, ranks) -> No
 def look_and_believe(world: World, url: str, folder: str) -> dict[str, Any]:
     """Survey, prototypes, cleaning and evaluation of a trained network, as the next epoch would start."""
     trainer, _ = train.build(configured(url, Path(folder)), world)
-    trainer.method.enter(1, 2)
+    trainer.method.set_epoch(1, 2)
     trainer._believe()
     trainer.method.end_epoch(trainer._survey())
     state = trainer.method.state_dict()
@@ -149,7 +149,7 @@ def look_and_believe(world: World, url: str, folder: str) -> dict[str, Any]:
         **{n: state[n].clone() for n in names},
         "confusion": found.confusion,
         "test": found.metrics,
-        "clean_": trainer.found,
+        "clean_": trainer.epoch_metrics,
     }
 
 
@@ -183,8 +183,8 @@ def stop_then_leave(world: World, url: str, folder: str, looks: int) -> list[Any
     trainer, _ = train.build(configured(url, Path(folder), *EXACT), world)
     seen: list[Any] = []
     trainer.on_batch = lambda at, b: seen.append((at.stage, at.epoch, at.step, b.index[b.valid > 0].tolist()))
-    trainer.pulse.wish = StopAt(looks) if world.rank == 1 else None  # one rank is asked, both stop
-    with pytest.raises(Stopped):
+    trainer.step_sync.stop_source = StopAt(looks) if world.rank == 1 else None  # one rank is asked, both stop
+    with pytest.raises(TrainingStopped):
         trainer.run()
     trainer.checkpoints.close()
     return seen
@@ -207,11 +207,11 @@ def test_thirty_steps_follow_the_golden_curve(digits, tmp_path) -> None:
         out = step(batch, lr)
         losses.append(round(float(out["loss"]), 6))
         if len(losses) == 30:
-            raise Stopped("enough")
+            raise TrainingStopped("enough")
         return out
 
     trainer.engine.step = watched
-    with pytest.raises(Stopped):
+    with pytest.raises(TrainingStopped):
         trainer.run()
     file = Path(__file__).parents[1] / "golden" / "prototypical_digits.json"
     if os.environ.get("EVENHAND_GOLDEN") == "write":

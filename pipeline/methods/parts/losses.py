@@ -1,6 +1,6 @@
 """The losses of the Prototypical Classifier, as functions. B rows on this rank, G over all ranks, K classes, D embedding width.
 
-Each returns a value whose average over ranks is the loss of the global batch (see World.mean_over).
+Each returns a value whose average over ranks is the loss of the global batch (see World.global_mean).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def sample_losses(logits_BK: Tensor, label_B: Tensor) -> Tensor:
 
 def cross_entropy(logits_BK: Tensor, label_B: Tensor, weight_B: Tensor, world: World) -> Tensor:
     """Weighted mean of the cross-entropy over the global batch."""
-    return world.mean_over(sample_losses(logits_BK, label_B), weight_B)
+    return world.global_mean(sample_losses(logits_BK, label_B), weight_B)
 
 
 @full_precision
 def soft_cross_entropy(logits_BK: Tensor, target_BK: Tensor, weight_B: Tensor, world: World) -> Tensor:
     """The same against a distribution over classes."""
-    return world.mean_over(-(target_BK * F.log_softmax(logits_BK, dim=1)).sum(1), weight_B)
+    return world.global_mean(-(target_BK * F.log_softmax(logits_BK, dim=1)).sum(1), weight_B)
 
 
 @full_precision
@@ -41,9 +41,9 @@ def instance_contrastive(
     Anchors are the weak views. Keys are gathered with gradient, so every rank pulls on everybody's keys.
     """
     keys = torch.cat([weak_BD, strong_BD], 1)  # (B, 2D): one exchange for both
-    keys = world.gather_rows(keys, rows, grad=True)
+    keys = world.all_gather_rows(keys, rows, grad=True)
     weak_GD, strong_GD = keys.chunk(2, 1)
-    valid_G = world.gather_rows(valid_B, rows) > 0
+    valid_G = world.all_gather_rows(valid_B, rows) > 0
     own = torch.arange(len(weak_BD), device=weak_BD.device)
     offset = sum(rows[: world.rank]) if world.size > 1 else 0
     forbidden = (~valid_G).expand(len(own), -1)  # (B, G): rows that stand for nothing
@@ -51,7 +51,7 @@ def instance_contrastive(
     to_weak = (weak_BD @ weak_GD.T / temperature).masked_fill(forbidden | itself, -torch.inf)
     to_strong = (weak_BD @ strong_GD.T / temperature).masked_fill(forbidden & ~itself, -torch.inf)
     loss_B = F.cross_entropy(torch.cat([to_strong, to_weak], 1), own + offset, reduction="none")
-    return world.mean_over(loss_B, valid_B)
+    return world.global_mean(loss_B, valid_B)
 
 
 @full_precision

@@ -14,7 +14,7 @@ from torch import Tensor
 from pipeline.data.batch import Batch
 
 
-def coefficient(batch: Batch, alpha: float, purpose: int, fold: bool = False) -> float:
+def mixup_lambda(batch: Batch, alpha: float, purpose: int, fold: bool = False) -> float:
     """lambda ~ Beta(alpha, alpha), one per step and the same on all ranks; `fold` takes max(lambda, 1 - lambda)."""
     if alpha <= 0:
         return 1.0
@@ -22,18 +22,18 @@ def coefficient(batch: Batch, alpha: float, purpose: int, fold: bool = False) ->
     return max(value, 1 - value) if fold else value
 
 
-def partners(batch: Batch, copies: int, purpose: int) -> Tensor:
+def mixup_partners(batch: Batch, copies: int, purpose: int) -> Tensor:
     """(copies*B,) row numbers: for each row of `copies` stacked views, whom it is mixed with."""
     places = torch.arange(copies * len(batch.index), device=batch.index.device).view(copies, -1)
-    return pair_within(apart(batch), batch.index, places, _seed(batch, purpose))
+    return pair_within(mixing_groups(batch), batch.index, places, _seed(batch, purpose))
 
 
-def apart(batch: Batch) -> Tensor:
+def mixing_groups(batch: Batch) -> Tensor:
     """(B,) mixing groups in which rows that do not count are among themselves."""
     return torch.where(batch.valid > 0, batch.groups, -1 - batch.groups)
 
 
-def chances(batch: Batch, purpose: int) -> Tensor:
+def row_uniforms(batch: Batch, purpose: int) -> Tensor:
     """(B,) float64 in [0,1): a draw for every row of this step, decided by its sample, not by the rank that holds it."""
     return _hash_uniform(batch.index, _seed(batch, purpose))
 

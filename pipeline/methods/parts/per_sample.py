@@ -14,26 +14,26 @@ from pipeline.distributed.world import World
 
 
 @torch.no_grad()
-def accumulate(memory: Tensor, batch: Batch, value_B: Tensor, world: World) -> None:
+def add_by_index(memory: Tensor, batch: Batch, value_B: Tensor, world: World) -> None:
     """memory[i] += value of sample i, for the samples of all ranks. What is not finite is left out."""
-    index_G, valid_G, value_G = (world.gather_rows(v, batch.rows) for v in (batch.index, batch.valid, value_B))
+    index_G, valid_G, value_G = (world.all_gather_rows(v, batch.rows) for v in (batch.index, batch.valid, value_B))
     real = _column(valid_G, value_G) > 0
     memory.index_add_(0, index_G, torch.where(real & value_G.isfinite(), value_G, 0).to(memory.dtype))
 
 
 @torch.no_grad()
-def remember(memory: Tensor, batch: Batch, value_B: Tensor, world: World, keep: float = 0.0) -> None:
+def update_by_index(memory: Tensor, batch: Batch, value_B: Tensor, world: World, keep: float = 0.0) -> None:
     """memory[i] = keep * memory[i] + (1 - keep) * value of sample i, for the samples of all ranks."""
-    accumulate(memory, batch, (1 - keep) * (value_B.to(memory.dtype) - memory[batch.index]), world)
+    add_by_index(memory, batch, (1 - keep) * (value_B.to(memory.dtype) - memory[batch.index]), world)
 
 
 @torch.no_grad()
-def places(value_B: Tensor, batch: Batch, world: World) -> tuple[Tensor, Tensor]:
+def rank_in_batch(value_B: Tensor, batch: Batch, world: World) -> tuple[Tensor, Tensor]:
     """(B,) place of each row of this rank in the sorted global batch, and how many rows of that are real.
 
     Equal values keep the order of the batch, so that all ranks and any number of them agree.
     """
-    value_G, valid_G = (world.gather_rows(v, batch.rows) for v in (value_B, batch.valid))
+    value_G, valid_G = (world.all_gather_rows(v, batch.rows) for v in (value_B, batch.valid))
     by_value = torch.where(valid_G > 0, value_G.nan_to_num(torch.inf), torch.inf).argsort(stable=True)
     by_value = by_value[
         (valid_G[by_value] <= 0).to(torch.uint8).argsort(stable=True)

@@ -26,7 +26,7 @@ def class_prototypes(
 
     z, label, weight are this rank's part of the training set; one all-reduce of K x (D+1) numbers joins the parts.
     """
-    sums = world.sum(class_sums(z_ND, label_N, weight_N, len(previous_KD)))
+    sums = world.all_reduce_sum(class_sums(z_ND, label_N, weight_N, len(previous_KD)))
     mean = sums[:, :-1] / sums[:, -1:].clamp_min(1e-300)
     length = mean.norm(dim=1, keepdim=True)
     empty = (sums[:, -1] <= 0) | (length[:, 0] < 1e-12)

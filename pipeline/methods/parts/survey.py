@@ -25,7 +25,7 @@ class Survey:
 
     def everywhere(self, value: Tensor) -> Tensor:
         """(N, ...): rows of all ranks in index order, on every rank."""
-        return self.world.gather_rows(value, self.world.slice_sizes(self.total))
+        return self.world.all_gather_rows(value, self.world.rank_slice_sizes(self.total))
 
 
 def take_survey(
@@ -44,7 +44,7 @@ def take_survey(
     index = torch.cat(indices) if indices else torch.zeros(0, dtype=torch.long, device=world.device)
     outputs = {name: torch.cat(parts) for name, parts in kept.items()}
     if total < world.size:  # some ranks have seen nothing and learn from the others what they would have
-        shapes = world.gather_objects({name: tuple(value.shape[1:]) for name, value in outputs.items()})
+        shapes = world.all_gather_object({name: tuple(value.shape[1:]) for name, value in outputs.items()})
         outputs = outputs or {
             n: torch.zeros(0, *shape, device=world.device) for n, shape in next(filter(None, shapes)).items()
         }

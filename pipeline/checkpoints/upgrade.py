@@ -1,0 +1,36 @@
+"""Checkpoints and models of version 0.1 use other names for some things. They are renamed when read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Tree = dict[str, Any]
+
+_KEYS = {"found": "epoch_metrics", "sums": "loss_sums"}
+_POSITION = {"begun": "epoch_started", "walk": "pass_index", "steps": "global_step"}
+_ENGINE = {"bad": "nonfinite_steps"}
+_DATA = {"ahead": "prefetch"}
+
+
+def upgrade_checkpoint(tree: Tree) -> Tree:
+    tree = _renamed(tree, _KEYS)
+    for section, names in (("position", _POSITION), ("engine", _ENGINE)):
+        if section in tree:
+            tree[section] = _renamed(tree[section], names)
+    if "config" in tree:
+        tree["config"] = upgrade_config(tree["config"])
+    return tree
+
+
+def upgrade_config(tree: Tree) -> Tree:
+    """Settings stored with a checkpoint or a model."""
+    if "data" not in tree:
+        return tree
+    data = _renamed(tree["data"], _DATA)
+    if "cache" in data:
+        data["cache"] = _renamed(data["cache"], _DATA)
+    return {**tree, "data": data}
+
+
+def _renamed(tree: Tree, names: dict[str, str]) -> Tree:
+    return {names.get(key, key): value for key, value in tree.items()}
