@@ -6,7 +6,6 @@ scan the source -> plan (bias, order) -> write shards -> if pictures proved unus
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shlex
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from shards import manifest
 from shards.base.cli import load, run
 from shards.base.errors import UserError
+from shards.base.files import removed_lock
 from shards.base.progress import Log
 from shards.base.storage import Store, store_at
 from shards.builder import LOCAL, Build, read_record, remove_leftovers
@@ -77,22 +77,13 @@ def _build_lock(store: Store, world: int) -> Iterator[None]:
     path = store.root.parent / f".{store.root.name}.lock"
     if store.root.is_dir() and not os.access(store.root.parent, os.W_OK):  # a mounted volume
         path = store.root / ".build" / "lock"
-    while True:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lock = open(path, "w")  # noqa: SIM115
-        except OSError as error:
-            raise UserError(f"Cannot write to {path.parent} ({error.strerror}). Choose another output.") from None
-        with lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            # The one before us may have removed the file we were waiting at: then others lock a new one.
-            if not (path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())):
-                continue
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
-            return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        raise UserError(f"Cannot write to {path.parent} ({error.strerror}). Choose another output.") from None
+    with removed_lock(path):
+        yield
 
 
 def main(argv: list[str]) -> int:

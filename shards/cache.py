@@ -6,17 +6,17 @@ A copy is named by the sha256 of its content: one that is there may be damaged, 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from shards.base.errors import UserError
+from shards.base.files import file_lock
 from shards.base.redact import redact
 from shards.base.storage import Store, with_retries
 from shards.config import CacheConfig
@@ -86,7 +86,7 @@ class Cache:
             return path
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with self._locked(path):
+            with self._lock(path):
                 if not (self._is_complete(path, file) and self._has_digest(path, file)):
                     self._download(path, file)
         except OSError as error:
@@ -99,12 +99,9 @@ class Cache:
             os.utime(path)  # the oldest go first
         return path
 
-    @contextlib.contextmanager
-    def _locked(self, path: Path) -> Iterator[None]:
+    def _lock(self, path: Path) -> AbstractContextManager[bool]:
         """One process of this machine fetches a shard, the others wait and find it there."""
-        with open(f"{path}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+        return file_lock(Path(f"{path}.lock"))
 
     def _is_complete(self, path: Path, file: FileInfo) -> bool:
         try:
@@ -136,7 +133,7 @@ class Cache:
         reserved = self._reserve(path, file)
         try:
             with_retries(attempt, f"Shard {name}", self.config.deadline)
-            with self._locked(self.folder / "room"):  # whoever counts sees the place or the copy
+            with self._lock(self.folder / "room"):  # whoever counts sees the place or the copy
                 os.replace(temporary, path)
                 reserved.unlink()
         finally:
@@ -152,7 +149,7 @@ class Cache:
             )
         end = time.monotonic() + self.config.deadline
         while True:
-            with self._locked(self.folder / "room"):
+            with self._lock(self.folder / "room"):
                 # When all that is left is on its way to others, better wait than go beyond the budget.
                 if self._make_room(file.bytes, budget) or time.monotonic() > end:
                     reserved = path.with_suffix(f".{uuid.uuid4().hex}.reserved")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import logging
 import os
 import socket
@@ -13,6 +11,7 @@ from typing import IO
 
 from pipeline.distributed.world import World
 from shards.base.errors import UserError
+from shards.base.files import try_lock
 
 log = logging.getLogger(__name__)
 _held: list[IO[str]] = []  # closing a file would give up the lock on it
@@ -61,10 +60,7 @@ def _take(folder: Path, patience: float) -> None:
 
 def _locked(file: IO[str]) -> bool:
     try:
-        # A record lock: unlike flock, it is not inherited by forked children, which may outlive the job.
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return try_lock(file, per_process=True)  # forked children may outlive the job and must not keep the lock
     except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            return False
         log.warning("%s cannot be locked (%s): take care not to start two jobs there.", file.name, error.strerror)
-    return True
+        return True

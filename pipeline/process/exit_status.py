@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from shards.base.cli import run
+from shards.base.files import atomic_write
 
 Outcome = Literal["finished", "stopped", "refused", "failed"]
 FOLDER = "EVENHAND_OUTCOME"  # environment variable, set by launch.entry
@@ -56,10 +57,8 @@ def write_exit_status(outcome: Outcome, reason: str = "") -> int:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     text = json.dumps({"outcome": outcome, "reason": reason, "attempt": attempt, "ranks_here": here})
     path = Path(folder) / f"rank-{rank}.json"
-    temporary = path.with_suffix(f".{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        atomic_write(path, text)
     except OSError:  # the run itself ended as it did; a full disk must not turn it into a crash
         return EXIT_CODES[outcome]
     return EXIT_CODES["failed"] if outcome == "failed" else 0

@@ -13,6 +13,7 @@ from pipeline.tracking.journal import Journal, lock, pending
 from pipeline.tracking.tracker import JOURNAL, now
 from shards.base import cli, settings
 from shards.base.errors import UserError
+from shards.base.files import atomic_write
 from shards.base.redact import one_line, redact
 
 
@@ -60,9 +61,7 @@ def _note_run(file: Path, run_id: str) -> None:
     """A run that ended without a server did not know its id."""
     summary = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if "run_id" in summary and not summary["run_id"]:
-        temporary = file.with_suffix(".tmp")
-        temporary.write_text(json.dumps(summary | {"run_id": run_id}, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(file)
+        atomic_write(file, json.dumps(summary | {"run_id": run_id}, indent=1) + "\n")
 
 
 def _uri_of(folder: Path) -> str:

@@ -7,15 +7,16 @@ else's work and can fail, wait and start again without the training noticing.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from shards.base.files import atomic_write, file_lock
 from shards.base.redact import redact_all
 
 Record = dict[str, Any]
@@ -115,9 +116,7 @@ def read_cursor(path: Path) -> Record:
 
 
 def write_cursor(path: Path, cursor: Record) -> None:
-    temporary = Path(f"{path}.shipped.tmp")
-    temporary.write_text(json.dumps(cursor) + "\n", encoding="utf-8")
-    os.replace(temporary, f"{path}.shipped")
+    atomic_write(Path(f"{path}.shipped"), json.dumps(cursor) + "\n")
 
 
 def rewind(path: Path, size: int) -> None:
@@ -127,20 +126,6 @@ def rewind(path: Path, size: int) -> None:
         write_cursor(path, {**cursor, "offset": size, "deferred": []})
 
 
-@contextlib.contextmanager
-def lock(path: Path, stop: threading.Event | None = None) -> Iterator[bool]:
-    """One process ships a journal. With `stop`, wait for the lock until it is set; without, do not wait."""
-    with Path(f"{path}.lock").open("a") as file:
-        last = stop is None
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if last:
-                    yield False
-                    return
-                last = stop is not None and stop.wait(0.5)
-            except OSError:  # a file system without locks: there is only us
-                break
-        yield True
+def lock(path: Path, stop: threading.Event | None = None) -> AbstractContextManager[bool]:
+    """One process sends a journal, the job itself or a replay. With `stop`, wait for the lock until it is set."""
+    return file_lock(Path(f"{path}.lock"), stop.is_set if stop else lambda: True)

@@ -8,7 +8,6 @@ journal cut back by a resume and a second replay all end with every (metric, ste
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -36,6 +35,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from pipeline.tracking import journal
 from pipeline.tracking.journal import Record, read_cursor, write_cursor
 from shards.base.errors import UserError
+from shards.base.files import file_lock
 from shards.base.redact import one_line, redact
 
 logging.getLogger("urllib3").setLevel(logging.ERROR)  # every retry would be told; we tell the outage
@@ -52,7 +52,7 @@ def connect(uri: str) -> tuple[MlflowClient, str]:
         return MlflowClient(tracking_uri=uri), uri
     database.parent.mkdir(parents=True, exist_ok=True)
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    with _one_at_a_time(Path(f"{database}.lock")):  # two jobs must not create the tables at once
+    with file_lock(Path(f"{database}.lock")):  # two jobs must not create the tables at once
         client = MlflowClient(tracking_uri=uri)
         client.search_experiments(max_results=1)
     return client, uri
@@ -88,14 +88,6 @@ def without_credentials(uri: str) -> str:
 
 def sqlite_path(uri: str) -> Path | None:
     return Path(uri.removeprefix("sqlite:///")).absolute() if uri.startswith("sqlite:///") else None
-
-
-@contextlib.contextmanager
-def _one_at_a_time(path: Path) -> Iterator[None]:
-    with path.open("a") as file:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def experiment_id(client: MlflowClient, uri: str, name: str) -> str:

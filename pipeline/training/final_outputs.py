@@ -13,6 +13,7 @@ from pipeline.config import Config
 from pipeline.evaluation.accuracy import Evaluation, evaluate
 from pipeline.process.log import log
 from pipeline.training.trainer import Trainer, mean_of_last
+from shards.base.files import atomic_write
 
 EMBEDDED = 1000  # test pictures on the embedding map
 
@@ -144,7 +145,5 @@ def _write_classes(folder: Path, names: list[str], counts: np.ndarray, test: Eva
 
 
 def _write_json(path: Path, value: Any) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    atomic_write(path, json.dumps(value, indent=1) + "\n")
     log.info("wrote %s", path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import http.client
 import io
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from shards.base.errors import UserError
+from shards.base.files import file_lock
 from shards.base.progress import Log
 from shards.config import BuildConfig
 from shards.sources import Collection, SourceTable
@@ -203,8 +203,7 @@ def _fetch(name: str, root: Path, log: Log) -> None:
     if any((root / form).exists() for form in forms):
         return
     root.mkdir(parents=True, exist_ok=True)
-    with open(root / ".fetching", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # several ranks may want it at once: one fetches, the others find it
+    with file_lock(root / ".fetching"):  # several ranks may want it at once: one fetches, the others find it
         if not any((root / form).exists() for form in forms):
             _download(name, root, log)
 

@@ -231,7 +231,7 @@ def test_s3_from_save_to_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_second_job_on_a_folder_refuses_until_the_first_is_gone(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pipeline.checkpoint import lock; lock(sys.argv[1]); "
+        "import sys, time; from pipeline.checkpoints.run_lock import lock; lock(sys.argv[1]); "
         "print('mine', flush=True); time.sleep(60)"
     )
     other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)

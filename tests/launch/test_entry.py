@@ -151,7 +151,7 @@ def alive(pid: int) -> bool:
 
 def entry_says(*words: str) -> subprocess.CompletedProcess[str]:
     code = (
-        "import sys; from launch import entry; from shards.settings import run\n"
+        "import sys; from launch import entry; from shards.base.cli import run\n"
         "try: run(entry.main)\n"
         "finally: print('torch' in sys.modules)"
     )
@@ -222,7 +222,7 @@ def test_without_the_entry_a_stop_is_told_by_the_exit_code_itself(
 def test_a_rank_that_is_done_is_not_undone_by_the_end_of_its_interpreter(end: str, code: int) -> None:
     """Threads of other libraries may abort it there."""
     program = (
-        "import atexit, os\nfrom pipeline.outcome import run_rank\nfrom shards.settings import UserError\n"
+        "import atexit, os\nfrom pipeline.process.exit_status import run_rank\nfrom shards.base.errors import UserError\n"
         f"def main(argv):\n    atexit.register(os.abort)\n    print('told')\n    {end}\nrun_rank(main)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 def test_the_guide_leads_to_a_method_that_trains(tmp_path, digits) -> None:
     for package in ("pipeline", "shards", "launch"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "tests").mkdir()
-    for name in ("conftest.py", "ranks.py", "rivals.py", "test_rivals_together.py"):
+    (tmp_path / "tests/methods").mkdir(parents=True)
+    for name in ("conftest.py", "ranks.py", "rivals.py", "methods/test_rivals_together.py"):
         shutil.copy(ROOT / "tests" / name, tmp_path / "tests" / name)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     guide = (ROOT / "docs" / "adding_a_method.md").read_text()
@@ -26,7 +26,7 @@ def test_the_guide_leads_to_a_method_that_trains(tmp_path, digits) -> None:
     assert set(texts) == {
         "pipeline/methods/label_smoothing.py",
         "pipeline/methods/options.py",
-        "tests/test_label_smoothing.py",
+        "tests/methods/test_label_smoothing.py",
     }
     options = tmp_path / "pipeline/methods/options.py"
     source = options.read_text()

@@ -66,7 +66,7 @@ def lines(folder: Path, kind: str = "metrics") -> list[dict]:
 
 def test_without_a_uri_there_is_only_the_journal_and_mlflow_is_never_imported(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from pipeline.tracking import Tracker\n"
+        "import sys; from pathlib import Path; from pipeline.tracking.tracker import Tracker\n"
         "from pipeline.config import TrackingConfig\n"
         f"folder = Path({str(tmp_path)!r})\n"
         "t = Tracker(TrackingConfig(uri='', system_metrics=False), folder, 'run', {}, {})\n"
