@@ -141,7 +141,7 @@ def look_and_believe(world: World, url: str, folder: str) -> dict[str, Any]:
     """Survey, prototypes, cleaning and evaluation of a trained network, as the next epoch would start."""
     trainer = build(configured(url, Path(folder)), world)
     trainer.method.set_epoch(1, 2)
-    trainer._believe()
+    trainer._start_epoch()
     trainer.method.end_epoch(trainer._survey())
     state = trainer.method.state_dict()
     names = ("prototypes", "current", "weight", "refined", "clean", "flagged")
