@@ -1,6 +1,6 @@
-"""Who am I among the ranks, and the few things ranks say to each other.
+"""Which rank this process is, and the collectives the project uses.
 
-Every collective is called by every rank at the same moment. With one rank all of them are free.
+Every rank calls every collective, in the same order. With one rank they cost nothing.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class World:
         return torch.cat([part[:n] for part, n in zip(stacked, rows)])
 
     def broadcast_object(self, value: T | None) -> T:
-        """The lead's object on every rank."""
+        """Rank 0's object on every rank."""
         box: list[Any] = [value]
         if self.size > 1:
             dist.broadcast_object_list(box, src=0)
@@ -94,7 +94,7 @@ class World:
             dist.barrier()
 
     def rank_slice(self, n: int) -> slice:
-        """This rank's contiguous part of n things; no padding, no overlap."""
+        """This rank's contiguous part of n items, without padding or overlap."""
         return slice(n * self.rank // self.size, n * (self.rank + 1) // self.size)
 
     def rank_slice_sizes(self, n: int) -> list[int]:
@@ -102,7 +102,7 @@ class World:
 
 
 class _Gather(torch.autograd.Function):
-    """All ranks' tensors stacked; the gradient of a rank's tensor is summed over everybody who used it."""
+    """Tensors of all ranks, stacked. The gradient of a rank's tensor is summed over all ranks that used it."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, world: World) -> Tensor:  # type: ignore[override]
@@ -119,7 +119,7 @@ class _Gather(torch.autograd.Function):
 
 
 def init_distributed(device: str = "auto", timeout_seconds: float = 600.0) -> World:
-    """Join the other ranks, if torchrun (or anyone who sets its variables) started several."""
+    """Join the process group if torchrun (or anything that sets its variables) started several ranks."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))

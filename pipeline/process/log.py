@@ -1,4 +1,4 @@
-"""What a person sees while it runs: a progress bar on a terminal, plain lines elsewhere; rank 0 only."""
+"""Logging: a progress bar on a terminal, plain lines elsewhere; rank 0 only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger("pipeline")
 
 
 def start_logging(is_main: bool, file: Path | None = None) -> None:
-    """Warnings and errors from every rank, the rest from the lead; also into the run's log.txt."""
+    """Errors from every rank, the rest from rank 0, which also writes the run's log.txt."""
     handlers: list[logging.Handler] = []
     if is_main and sys.stderr.isatty():
         from rich.logging import RichHandler

@@ -176,7 +176,7 @@ class Trainer:
             yield losses
 
     def _evaluate(self, lr: float) -> bool:
-        """Evaluate, log the epoch, and say whether it is the best so far."""
+        """Evaluate and log the epoch; returns whether it is the best so far."""
         if self.method.surveys_after_epoch():
             self.next_survey = self._survey()
         self.method.end_epoch(self.next_survey)
@@ -198,27 +198,27 @@ class Trainer:
         self._warn_undecodable()
         slow = self.step_sync.slowest_rank()
         if slow and self.world.is_main:
-            log.warning("rank %d is slow: %.1f times the work of the others in this epoch.", *slow)
+            log.warning("rank %d is slow: it worked %.1f times as long as the others in this epoch.", *slow)
         return best
 
     def _node_metrics(self) -> dict[str, float]:
-        """CPU, memory and GPU use of the machines without the lead, which watches its own all the time."""
+        """CPU, memory and GPU use of the other machines; rank 0 samples its own all the time."""
         if not self.config.tracking.system_metrics:
             return {}
         mine = system_metrics.usage(Path()) if self.world.local_rank == 0 and not self.world.is_main else None
-        others = [told for told in self.world.all_gather_object(mine) if told]
+        others = [usage for usage in self.world.all_gather_object(mine) if usage]
         return {
             key.replace("system/", f"system/node_{number}/", 1): value
-            for number, told in enumerate(others, start=1)
-            for key, value in told.items()
+            for number, usage in enumerate(others, start=1)
+            for key, value in usage.items()
         }
 
     def _warn_undecodable(self) -> None:
-        """A warning when more pictures than before turned out not to decode, on any rank."""
+        """Warn if more pictures than before did not decode, on any rank."""
         bad = {index: why for part in self.world.all_gather_object(self.loader.bad) for index, why in part.items()}
         if len(bad) > self.undecodable and self.world.is_main:
             some = "; ".join(f"sample {index}: {why}" for index, why in sorted(bad.items())[:3])
-            log.warning("%d pictures do not decode and count with weight zero (%s).", len(bad), some)
+            log.warning("%d pictures do not decode; their weight is zero (%s).", len(bad), some)
         self.undecodable = len(bad)
 
     @property
@@ -248,45 +248,47 @@ class Trainer:
     @torch.no_grad()
     def _survey(self) -> Survey:
         self.method.eval()
-        given = torch.from_numpy(self.method.data.given).to(self.world.device, torch.long)  # looked up without a wait
+        given = torch.from_numpy(self.method.data.given).to(
+            self.world.device, torch.long
+        )  # on the device: no host synchronisation per batch
 
         def outputs(index: Tensor, images: Tensor) -> dict[str, Tensor]:
             with self.autocast:
                 return self.method.survey_outputs(images, given[index])
 
-        def idle(images: Tensor) -> dict[str, Tensor]:
+        def dummy(images: Tensor) -> dict[str, Tensor]:
             return outputs(torch.zeros(len(images), dtype=torch.long, device=images.device), images)
 
-        return take_survey(outputs, self._keep_pace(self.loader.survey(), idle), len(self.train_split), self.world)
+        return take_survey(outputs, self._keep_pace(self.loader.survey(), dummy), len(self.train_split), self.world)
 
     def _keep_pace(
-        self, batches: Iterable[tuple[Tensor, Tensor]], look: Callable[[Tensor], Any]
+        self, batches: Iterable[tuple[Tensor, Tensor]], forward: Callable[[Tensor], Any]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Own batches; after them, keep company with ranks that still have some."""
+        """Own batches; after them, dummy forward passes while other ranks still have batches."""
         for item in self.step_sync.keep_pace(batches):
             if item is None:
-                self.engine.dummy_forward(look)
+                self.engine.dummy_forward(forward)
             else:
                 yield item
 
     def _accumulate_losses(self, losses: dict[str, Tensor], batch: Batch) -> None:
-        """Sum losses on the device; nothing is read back before the epoch ends."""
+        """Sum losses on the device. The host reads them when the epoch ends."""
         self.images += sum(batch.rows)
         share = torch.tensor(batch.share, dtype=torch.float64)
         for name, value in {**losses, STEPS: torch.ones_like(losses["loss"])}.items():
-            kept = self.loss_sums.get(name)
+            total = self.loss_sums.get(name)
             value = value.double() * share
-            self.loss_sums[name] = value if kept is None else kept + value
+            self.loss_sums[name] = value if total is None else total + value
 
     def _loss_sums_by_rank(self) -> dict[str, Tensor]:
-        """Sums by name and rank, (R,) each: added up later in the same order, they give the same bits."""
+        """Sums by name, (R,) one per rank: added later in the same order, they give the same bits."""
         if not self.loss_sums:
             return {}
         rows = self.world.all_gather_rows(torch.stack(list(self.loss_sums.values()))[None], [1] * self.world.size)
         return dict(zip(self.loss_sums, rows.unbind(1)))
 
     def _own_loss_sum(self, sums_R: Tensor) -> Tensor:
-        """This rank's part of saved sums; on another number of ranks the lead takes all."""
+        """This rank's part of saved sums; on another number of ranks rank 0 takes all."""
         if len(sums_R) == self.world.size:
             own = sums_R[self.world.rank]
         else:
@@ -303,7 +305,7 @@ class Trainer:
             }
 
     def _check_gradients(self, batch: Batch, title: str, steps: int) -> None:
-        """Every few steps, and on all ranks alike: is the training still sane?"""
+        """Every few steps, on all ranks alike: stop if the gradient was not finite too often."""
         if self.position.global_step % self.config.train.log_every and self.position.step < steps:
             return
         bad = self.engine.nonfinite_steps()
@@ -323,7 +325,7 @@ class Trainer:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def _save_due(self) -> bool:
-        """Only the lead's clock counts; the others learn of it when the ranks synchronise."""
+        """Only rank 0's clock counts; the other ranks learn its answer from StepSync."""
         rule = self.config.checkpoint
         if rule.every_steps and self.position.global_step % rule.every_steps == 0:
             return True
@@ -394,15 +396,15 @@ def check_resumable(config: Config, split: Split, tree: dict[str, Any], name: st
         raise UserError(f"Checkpoint {name} was made with other settings: {'; '.join(changed[:8])}. {advice}")
 
 
-def _epoch_line(found: dict[str, float]) -> str:
+def _epoch_line(metrics: dict[str, float]) -> str:
     names = {
         "test/top1": "top1 %.2f",
         "clean/f1": "clean-F1 %.3f",
         "clean/threshold": "threshold %.3f",
         "loss/total": "loss %.3f",
     }
-    shown = [text % found[key] for key, text in names.items() if key in found]
-    return "  ".join([*shown, f"{found.get('time/images_per_second', 0):.0f} img/s"])
+    shown = [text % metrics[key] for key, text in names.items() if key in metrics]
+    return "  ".join([*shown, f"{metrics.get('time/images_per_second', 0):.0f} img/s"])
 
 
 def mean_of_last(history: list[dict[str, float]], key: str = "test/top1", count: int = 10) -> float:
