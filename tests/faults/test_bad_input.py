@@ -141,7 +141,7 @@ def test_a_picture_that_does_not_decode_counts_nothing_and_the_epoch_stays_exact
     config = settings(small, output, base=PLAIN)
     train(config, stop_at=7, prepare=spoil)
     train(config, prepare=spoil)
-    assert "2 pictures do not decode and count with weight zero (sample 5: " in caplog.text
+    assert "2 pictures do not decode; their weight is zero (sample 5: " in caplog.text
     for epoch in range(2):
         seen = [i for (_, e, _, _), indices in samples(output).items() for i in indices if e == epoch]
         assert sorted(seen) == [i for i in range(count) if i not in (5, 17)]
