@@ -11,21 +11,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pipeline.checkpoints.upgrade import upgrade_param
+from pipeline.config import Config
 from shards.base.errors import UserError
 from shards.base.redact import redact
+from shards.base.settings import Effect, effect_of
+from shards.config import BuildConfig
 
 PAPER = Path(__file__).with_name("paper_tables.json")
-# Settings that may differ between two runs of the same thing.
-INCIDENTAL = (
-    "seed", "output", "tracking.", "checkpoint.", "train.device", "train.log_every", "train.timeout",
-    "train.stop_file", "train.deadline_minutes", "train.sample_log", "train.max_bad_steps", "data.threads",
-    "data.prefetch", "data.cache.", "data.loader", "table_cell", "shards.output",
-    "shards.url", "shards.path", "shards.writers", "shards.max_rejected", "shards.download",
-    "engine", "deepspeed.", "method.name",
-)  # fmt: skip
 OWN_DATA = ("folder", "list")  # names of sources that say nothing of the pictures
-
-
 MANIFEST = "manifest"
 
 
@@ -72,13 +66,17 @@ class Result:
 
     @cached_property
     def settings(self) -> dict[str, str]:
-        """What makes a difference to the result. Two draws of the same bias are two sets of labels."""
-        known = {key: value for key, value in self.params.items() if not _incidental(key)}
-        return known | {MANIFEST: self.manifest}
+        """What the result depends on, besides the seed. The manifest's hash stands for all settings of the shards."""
+        out = {k: v for k, v in self.params.items() if k != "seed" and effect_of(Config, k) is not Effect.NONE}
+        return out | ({MANIFEST: self.manifest} if self.manifest else self.data_settings)
 
-
-def _incidental(key: str) -> bool:
-    return any(key.startswith(name) if name.endswith(".") else key == name for name in INCIDENTAL)
+    @cached_property
+    def data_settings(self) -> dict[str, str]:
+        """How the shards were built. A run that read finished shards (`shards.url`) does not know it."""
+        if self.params.get("shards.url"):
+            return {}
+        own = {k: v for k, v in self.params.items() if k.startswith("shards.")}
+        return {k: v for k, v in own.items() if effect_of(BuildConfig, k.removeprefix("shards.")) is Effect.RESULT}
 
 
 def _number(text: str | None, default: float) -> float:
@@ -119,9 +117,10 @@ def _read_runs(client: Any, uri: str, experiments: Sequence[str]) -> list[Result
 
 
 def _result(client: Any, run: Any) -> Result:
-    data = run.data
-    facts = dict(data.params), dict(data.metrics), dict(data.tags)
-    return Result(run.info.run_id, run.info.run_name or "", run.info.status, *facts, _figures(client, run))
+    info, data = run.info, run.data
+    params = {upgrade_param(key): value for key, value in data.params.items()}
+    metrics, tags = dict(data.metrics), dict(data.tags)
+    return Result(info.run_id, info.run_name or "", info.status, params, metrics, tags, _figures(client, run))
 
 
 def _figures(client: Any, run: Any) -> dict[str, Any]:
@@ -183,15 +182,32 @@ def compare(runs: Sequence[Result]) -> dict[tuple[str, float, float], list[Row]]
         groups: dict[tuple[str, tuple[tuple[str, str], ...]], list[Result]] = {}
         for run in here:
             groups.setdefault((run.method, tuple(sorted(run.settings.items()))), []).append(run)
-        for (method, settings), members in groups.items():
-            others = [dict(s) for m, s in groups if m == method]
-            apart = {k: f"{k}={v}" for k, v in settings if any(other.get(k) != v for other in others)}
-            if len(apart) > 1:
-                apart.pop(MANIFEST, None)  # it follows from the rest
+        for (method, _), members in groups.items():
+            label = _label(members, [others for (name, _), others in groups.items() if name == method])
             newest = {run.seed: run for run in members}  # the list is in order of time
             repeated = tuple(run for run in members if run is not newest[run.seed])
-            rows.append(Row(" ".join([method, *apart.values()]), method, tuple(newest.values()), repeated))
+            rows.append(Row(label, method, tuple(newest.values()), repeated))
     return out
+
+
+def _label(members: list[Result], groups: list[list[Result]]) -> str:
+    """The method and the settings in which these runs differ from the other groups of the same method."""
+    apart = _differing(members[0].settings, [group[0].settings for group in groups])
+    if MANIFEST in apart:  # said by the settings the shards were built with, where these are known
+        built = [_first(run.data_settings for run in group) for group in groups]
+        told = _differing(_first(run.data_settings for run in members), [other for other in built if other])
+        if told:
+            del apart[MANIFEST]
+            apart |= told
+    return " ".join([members[0].method, *(f"{key}={value}" for key, value in sorted(apart.items()))])
+
+
+def _differing(own: dict[str, str], others: list[dict[str, str]]) -> dict[str, str]:
+    return {key: value for key, value in own.items() if any(other.get(key) != value for other in others)}
+
+
+def _first(settings: Iterable[dict[str, str]]) -> dict[str, str]:
+    return next(filter(None, settings), {})
 
 
 # -- the paper -------------------------------------------------------------------------------------

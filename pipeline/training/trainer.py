@@ -163,8 +163,8 @@ class Trainer:
         if self.method.surveys_after_epoch():
             self.next_survey = self._survey()
         self.method.end_epoch(self.next_survey)
-        for name, result in self.evaluate_all().items():
-            self.epoch_metrics |= {key.replace("test/", f"{name}/", 1): value for key, value in result.metrics.items()}
+        for result in self.evaluate_all().values():
+            self.epoch_metrics |= result.metrics
         self._reduce_losses()
         self.epoch_metrics |= {
             "train/lr": lr,
@@ -216,6 +216,7 @@ class Trainer:
             counts = self.train_split.clean_counts
             self.last_evaluation[name] = evaluate(
                 self.method,
+                name,
                 batches,
                 labels,
                 counts,
@@ -365,15 +366,9 @@ class Trainer:
         return tree["tracking"]
 
 
-MAY_CHANGE = ("output", "engine", "deepspeed", "checkpoint", "tracking", "table_cell", "train.device", "train.log_every",
-              "train.timeout", "train.max_bad_steps", "train.deadline_minutes", "train.stop_file", "train.sample_log",
-              "data.threads", "data.prefetch", "data.cache", "data.loader", "data.max_bad", "shards",
-              "model.compile", "model.channels_last", "model.checkpoint_activations", "model.pretrained")  # fmt: skip
-
-
 def check_resumable(config: Config, split: Split, tree: dict[str, Any], name: str) -> None:
     """Refuse a checkpoint of another training, saying how it differs."""
-    from shards.base.settings import flatten
+    from shards.base.settings import Effect, effect_of, flatten
 
     advice = "Give another `output` to start anew, or restore the settings to go on."
     if tree["data"]["manifest"] != split.manifest.hash:
@@ -381,9 +376,7 @@ def check_resumable(config: Config, split: Split, tree: dict[str, Any], name: st
     if tree["config"]["method"]["name"] != config.method.name:
         raise UserError(f"Checkpoint {name} is one of method.name={tree['config']['method']['name']}. {advice}")
     then, now = flatten(tree["config"]), flatten(config.model_dump(mode="json"))
-    fixed = [
-        k for k in sorted(then.keys() | now.keys()) if not any(k == m or k.startswith(m + ".") for m in MAY_CHANGE)
-    ]
+    fixed = [key for key in sorted(then.keys() | now.keys()) if effect_of(Config, key) is Effect.RESULT]
     changed = [f"{key} was {then.get(key)!r}, is {now.get(key)!r}" for key in fixed if then.get(key) != now.get(key)]
     if changed:
         raise UserError(f"Checkpoint {name} was made with other settings: {'; '.join(changed[:8])}. {advice}")
