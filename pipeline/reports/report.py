@@ -51,9 +51,8 @@ def comparison(doc: Document, runs: Sequence[Result]) -> None:
         )
         repeated = [run.run_id for row in rows for run in row.repeated]
         if repeated:
-            doc.text(
-                f"Of runs with the same seed and settings the newest counts. Left out: {', '.join(repeated)}.", "note"
-            )
+            left_out = ", ".join(repeated)
+            doc.text(f"Of runs with the same seed and settings the newest counts. Left out: {left_out}.", note=True)
         _pictures(doc, rows, f"compare{number}")
 
 
@@ -86,14 +85,14 @@ def _pictures(doc: Document, rows: Sequence[Row], name: str) -> None:
         return
     folder = doc.folder / "report_files"
     folder.mkdir(parents=True, exist_ok=True)
-    doc.html.append("<div class='gallery'>")
-    for key, draw in figures.PICTURES.items():
-        figure = draw(drawn)
+    images = []
+    for key, plot in figures.PICTURES.items():
+        figure = plot(drawn)
         if figure is not None:
-            doc.picture(figures.save(figure, folder / f"{name}-{key}.png"), TITLES[key])
-    doc.html.append("</div>")
+            images.append((figures.save(figure, folder / f"{name}-{key}.png"), TITLES[key]))
+    doc.gallery(images)
     sources = "; ".join(f"{row.label}: {row.runs[-1].run_id}" for row in rows if row.runs[-1].figures)
-    doc.text(f"Pictures from runs {sources}.", "note")
+    doc.text(f"Pictures from runs {sources}.", note=True)
 
 
 def paper(doc: Document, runs: Sequence[Result]) -> None:
@@ -103,15 +102,19 @@ def paper(doc: Document, runs: Sequence[Result]) -> None:
     doc.text(f"[{MARK}] marks a cell run at another scale than the paper's: its difference is no result.")
     for table in tables:
         run, every = table.run
-        doc.open(f"{_table_name(table.id)}: {table.title} ({run} of {every} cells run)", run > 0)
-        doc.notes(table.notes)
-        both = [f"{who} {column}" for who in ("paper", "ours") for column in table.columns]
-        datasets = {cell.where.partition(" ")[0] for cell in table.cells}
-        first = datasets.pop() if len(datasets) == 1 else "data"
-        rows = [_cell(table, cell) for cell in table.cells]
-        rows = [[row[0].removeprefix(f"{first} "), *row[1:]] for row in rows]
-        doc.table([first, "method", *both, "n", "scale", "how, and run ids"], rows, left=2)
-        doc.close()
+        title = f"{_table_name(table.id)}: {table.title} ({run} of {every} cells run)"
+        with doc.section(title, opened=run > 0):
+            _paper_table(doc, table)
+
+
+def _paper_table(doc: Document, table: Table) -> None:
+    doc.notes(table.notes)
+    both = [f"{who} {column}" for who in ("paper", "ours") for column in table.columns]
+    datasets = {cell.where.partition(" ")[0] for cell in table.cells}
+    first = datasets.pop() if len(datasets) == 1 else "data"
+    rows = [_cell(table, cell) for cell in table.cells]
+    rows = [[row[0].removeprefix(f"{first} "), *row[1:]] for row in rows]
+    doc.table([first, "method", *both, "n", "scale", "how, and run ids"], rows, left=2)
 
 
 def _table_name(ident: str) -> str:
@@ -151,7 +154,7 @@ def write_report(uri: str, experiments: Sequence[str], out: Path) -> list[Result
     title = "Evenhand report" + (f": {', '.join(experiments)}" if experiments else "")
     doc.heading(1, title)
     finished = sum(run.status == "FINISHED" for run in runs)
-    doc.text(f"{finished} finished runs of {len(runs)} at {redact(uri)}. Accuracies in percent on the test set.")
+    doc.text(f"Finished runs: {finished} of {len(runs)}, at {redact(uri)}. Accuracies in percent on the test set.")
     comparison(doc, runs)
     unfinished(doc, runs)
     paper(doc, runs)

@@ -53,6 +53,7 @@ def write_final_outputs(config: Config, trainer: Trainer, folder: Path) -> dict[
     split = trainer.train_split
     confidence = evaluate(
         trainer.method,
+        "train",
         trainer.loader.survey(),
         split.given,
         split.clean_counts,

@@ -15,6 +15,7 @@ from mlflow_store import Server, history, runs_in
 
 from pipeline.config import TrackingConfig
 from pipeline.tracking import tracker as tracking
+from pipeline.tracking.__main__ import replay
 from pipeline.tracking.tracker import Tracker
 
 pytest_plugins = ["mlflow_fixtures"]
@@ -143,7 +144,7 @@ def test_lost_answers_and_errors_end_with_one_run_and_every_step_exactly_once(se
     finally:
         proxy.shutdown()
     assert Unreliable.lost > 2
-    tracking.replay(tmp_path, server.uri)  # whatever the end of the run may have missed
+    replay(tmp_path, server.uri)  # whatever the end of the run may have missed
     found = [run for run in runs_in(server.uri) if run.info.experiment_id != "0" and "evenhand.job" in run.data.tags]
     mine = [run for run in found if run.data.tags["evenhand.job"] == tracker.state()["job"]]
     assert len(mine) == 1
