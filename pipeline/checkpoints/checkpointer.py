@@ -58,7 +58,10 @@ class Checkpointer:
         self._failure: str | None = None
         self.newest: str | None = None  # the last one written or loaded, on the lead
         self._refused: set[str] = set()  # did not verify when loading
-        if problem := world.broadcast_object(_try_folder(self.store) if world.is_main else None):
+
+    def check_writable(self) -> None:
+        """Find out before training, not after the first epoch, whether checkpoints can be written at all."""
+        if problem := self.world.broadcast_object(_try_folder(self.store) if self.world.is_main else None):
             raise UserError(problem)
 
     # -- saving ------------------------------------------------------------------------------------
@@ -213,7 +216,7 @@ _ADVICE: dict[int | None, str] = {
 
 
 def _try_folder(store: Store) -> str | None:
-    """Find out before training, not after the first epoch, whether checkpoints can be written at all."""
+    """Why the store cannot be written; None if it can."""
     name = f"{TEMPORARY}probe"
     try:
         if isinstance(store, RemoteStore):

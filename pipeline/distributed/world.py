@@ -6,9 +6,8 @@ Every collective is called by every rank at the same moment. With one rank all o
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -16,27 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.distributed.step_timer import StepTimer
+
 T = TypeVar("T")
-
-# When this rank first waited for the others since it set off. What it did until then is its own work; after a
-# collective all ranks are equally late, and nobody can tell who was slow.
-_arrival: list[float] = []
-
-
-def set_off() -> float:
-    _arrival.clear()
-    return time.monotonic()
-
-
-def arrive() -> None:
-    if not _arrival:
-        _arrival.append(time.monotonic())
-
-
-def arrived() -> float:
-    """The time of the first wait, or now if there was none."""
-    return _arrival[0] if _arrival else time.monotonic()
-
 
 CPU = torch.device("cpu")
 
@@ -47,6 +28,7 @@ class World:
     size: int = 1
     local_rank: int = 0
     device: torch.device = CPU
+    timer: StepTimer = field(default_factory=StepTimer, compare=False, repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -56,14 +38,14 @@ class World:
         """Sum over ranks, without gradient; a new tensor."""
         value = value.detach().clone()
         if self.size > 1:
-            arrive()
+            self.timer.mark_wait()
             dist.all_reduce(value)
         return value
 
     def all_reduce_max(self, value: Tensor) -> Tensor:
         value = value.detach().clone()
         if self.size > 1:
-            arrive()
+            self.timer.mark_wait()
             dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return value
 
@@ -83,7 +65,7 @@ class World:
         """
         if self.size == 1:
             return value
-        arrive()
+        self.timer.mark_wait()
         most = max(rows)
         padded = value
         if value.shape[0] < most:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.config import Config
 from pipeline.data.batch import Batch
-from pipeline.distributed.world import World, arrive
+from pipeline.distributed.world import World
 from pipeline.engines.batchnorm import BatchNormStats
 from pipeline.engines.parameters import trainable_parameters
 from pipeline.methods.base import Method, Stage
@@ -78,7 +78,7 @@ class TorchEngine:
         with self._sync(batch.last):
             with self.autocast:
                 losses = self.wrapped(batch)
-            arrive()  # the gradients of all ranks meet in the backward pass
+            self.world.timer.mark_wait()  # the gradients of all ranks meet in the backward pass
             self.scaler.scale(losses["loss"] * batch.share).backward()
         if batch.last:
             self._update(lr)

@@ -48,9 +48,9 @@ def summarise(config: Config, trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def write_final_outputs(config: Config, trainer: Trainer, folder: Path) -> dict[str, Any] | None:
+def write_final_outputs(trainer: Trainer, folder: Path) -> dict[str, Any] | None:
     """Write everything. Called by all ranks, because the confidence on the training set is a pass of all ranks."""
-    split = trainer.train_split
+    config, split = trainer.config, trainer.train_split
     confidence = evaluate(
         trainer.method,
         "train",

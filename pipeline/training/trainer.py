@@ -2,19 +2,19 @@
 
     for each stage:
         for each epoch:
-            survey -> method.begin_epoch        what does the network say of every training sample, what to believe
-            for each pass: for each batch:      forward, backward, step; all ranks agree to go on
-            survey -> evaluate -> log           with the beliefs and the network as they are now
+            survey -> method.begin_epoch       what the network says of every training sample, what to believe
+            for each pass: for each batch:     forward, backward, step; all ranks agree to go on
+            survey -> evaluate -> log          with the beliefs and the network as they are now
             checkpoint
 
-Where it stands is six numbers (Position); stopped anywhere, it goes on there.
+Where it stands is six numbers (Position). Stopped anywhere, it goes on there.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.checkpoints.checkpointer import Checkpointer
+from pipeline.checkpoints.checkpointer import Checkpointer, Loaded
 from pipeline.checkpoints.position import Position
 from pipeline.config import Config
 from pipeline.data.batch import Batch, Pass
-from pipeline.data.loader import open_loader
+from pipeline.data.loader import Loader
 from pipeline.distributed.step_sync import StepSync, StopSource, TrainingStopped
-from pipeline.distributed.world import World, arrived, set_off
-from pipeline.engines import make_engine
+from pipeline.distributed.world import World
+from pipeline.engines.engine import Engine
 from pipeline.evaluation.accuracy import Evaluation, evaluate
 from pipeline.evaluation.metrics import class_groups, cleaning_metrics
 from pipeline.methods.base import Method, Stage
@@ -41,75 +41,90 @@ from pipeline.tracking.tracker import NullTracker
 from pipeline.training.lr_schedule import lr_at
 from shards.base.errors import UserError
 from shards.base.redact import redact_all
+from shards.base.settings import Effect, effect_of, flatten
 from shards.reader import Split
 
 STEPS = "steps"  # among the summed losses: how many steps were summed
+OnBatch = Callable[[Position, Batch], None]
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The splits of a run and a loader for each."""
+
+    train: Split
+    tests: dict[str, Split]
+    loader: Loader
+    test_loaders: dict[str, Loader]
 
 
 class Trainer:
     def __init__(
         self,
         config: Config,
-        method: Method,
-        train: Split,
-        tests: dict[str, Split],
         world: World,
+        method: Method,
+        engine: Engine,
+        data: TrainingData,
         checkpoints: Checkpointer,
-        make_tracker: Callable[[dict[str, Any] | None], NullTracker],
+        tracker: NullTracker,
         stop_source: StopSource | None = None,
-        on_batch: Callable[[Position, Batch], None] | None = None,
+        on_batch: OnBatch | None = None,
+        resume: Loaded | None = None,
     ) -> None:
-        self.config, self.method, self.world = config, method, world
-        self.train_split, self.tests = train, tests
-        self.loader = open_loader(train, config.data, config.seed, world, config.optim.accumulate)
-        self.test_loaders = {name: open_loader(split, config.data, config.seed, world) for name, split in tests.items()}
-        self.autocast = autocast_for(config.train.precision, world.device)
-        self.engine = make_engine(config, method, world)
+        """`resume`: the checkpoint to go on from."""
+        self.config, self.world, self.method, self.engine = config, world, method, engine
+        self.train_split, self.tests = data.train, data.tests
+        self.loader, self.test_loaders = data.loader, data.test_loaders
+        self.checkpoints, self.tracker, self.on_batch = checkpoints, tracker, on_batch
         self.step_sync = StepSync(world, stop_source)
-        self.checkpoints, self.on_batch = checkpoints, on_batch
+        self.autocast = autocast_for(config.train.precision, world.device)
         self.position = Position()
         self.history: list[dict[str, float]] = []  # metrics of every finished epoch
-        self.epoch_metrics: dict[str, float] = {}  # metrics of the epoch in the making
-        self.loss_sums: dict[str, Tensor] = {}  # losses of the epoch, summed on the device
+        self.epoch_metrics: dict[str, float] = {}  # metrics of the current epoch
+        self.loss_sums: dict[str, Tensor] = {}  # losses of the current epoch, summed on the device
         self.next_survey: Survey | None = None  # taken for evaluation, serves the next epoch too
         self.last_evaluation: dict[str, Evaluation] = {}
-        self.bad_pictures = 0
-        self.images = 0.0  # pictures trained on, the seconds that took, and those of them spent waiting for pictures
+        self.undecodable = 0  # pictures that did not decode, on all ranks
+        self.images = 0.0  # pictures trained on, the seconds that took, and the part of them spent waiting for data
         self.train_seconds = self.wait_seconds = 0.0
         self.clock = Clock()
         self.last_save = time.monotonic()
-        state = self._resume()
-        self.tracker = make_tracker(state)
-        if self.tracker.lost:
-            for epoch, past in enumerate(self.history, 1):
-                self.tracker.log(epoch, past)
+        if resume is not None:
+            self.load_state_dict(resume.tree)
+            log.info("resuming from %s: %s", resume.name, self.position)
 
     # -- the algorithm ------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Train to the end. Raises TrainingStopped, with everything saved, when all ranks agreed to stop."""
         try:
-            stages = self.method.stages()
-            while self.position.stage < len(stages):
-                stage = stages[self.position.stage]
-                self.engine.begin_stage(stage, resuming=self.position.epoch > 0 or self.position.epoch_started)
-                while self.position.epoch < (stage.epochs or min(stage.steps, 1)):
-                    self._epoch(stage)
-                self.position = Position(self.position.stage + 1, global_step=self.position.global_step)
+            for _ in self.steps():
+                pass
         except TrainingStopped:
             self._save(wait=True)
             raise
         self._save(wait=True)
         self.engine.close()
 
-    def _epoch(self, stage: Stage) -> None:
+    def steps(self) -> Iterator[dict[str, Tensor]]:
+        """The loop, from `position` to the end; yields this rank's named losses after every optimiser step."""
+        stages = self.method.stages()
+        while self.position.stage < len(stages):
+            stage = stages[self.position.stage]
+            self.engine.begin_stage(stage, resuming=self.position.epoch > 0 or self.position.epoch_started)
+            while self.position.epoch < (stage.epochs or min(stage.steps, 1)):
+                yield from self._epoch(stage)
+            self.position = Position(self.position.stage + 1, global_step=self.position.global_step)
+
+    def _epoch(self, stage: Stage) -> Iterator[dict[str, Tensor]]:
         self.method.set_epoch(self.position.stage, self.position.epoch)
         if not self.position.epoch_started:
             self._start_epoch()
         lr = lr_at(stage.optim or self.config.optim, self.position.epoch, stage.epochs, stage.constant_lr)
         passes = self.method.passes()
         while self.position.pass_index < len(passes):
-            self._run_pass(passes[self.position.pass_index], stage, lr)
+            yield from self._run_pass(passes[self.position.pass_index], stage, lr)
             self.position.pass_index, self.position.step = self.position.pass_index + 1, 0
         best = self._evaluate(lr) if stage.epochs and stage.evaluated else False
         self.position = Position(self.position.stage, self.position.epoch + 1, global_step=self.position.global_step)
@@ -118,7 +133,7 @@ class Trainer:
             self._save(best=best)
 
     def _start_epoch(self) -> None:
-        """Survey the training set if the method wants it, and let it decide what to believe in this epoch."""
+        """Survey the training set if the method asks for it, and let it update its beliefs."""
         survey = None
         if self.method.surveys_before_epoch():
             survey = self.next_survey or self._survey()
@@ -130,16 +145,17 @@ class Trainer:
             split = self.train_split
             self.epoch_metrics = cleaning_metrics(beliefs, split.given, split.true, class_groups(split.clean_counts))
 
-    def _run_pass(self, pass_: Pass, stage: Stage, lr: float) -> None:
-        """One pass over an order of samples, from wherever it was left."""
+    def _run_pass(self, pass_: Pass, stage: Stage, lr: float) -> Iterator[dict[str, Tensor]]:
+        """One pass over an order of samples, from the step where it was left."""
         if stage.steps:  # a stage by steps: at most one pass over the data
             pass_ = Pass(pass_.order[: stage.steps * (pass_.batch or self.config.data.batch)], pass_.views, pass_.batch)
         self.engine.set_trainable(pass_.trainable or stage.trainable)
         self.method.train()
         title = f"{stage.name} {self.position.epoch + 1}/{stage.epochs}" if stage.epochs else stage.name
-        steps = self.loader.steps(pass_)
+        steps, timer = self.loader.steps(pass_), self.world.timer
         order_key = self.method.order_key(self.position.pass_index)
-        began, waited = set_off(), self.loader.wait_seconds
+        waited = self.loader.wait_seconds
+        timer.start()
         batches = self.loader.batches(pass_, order_key, self.position.step)
         for batch in follow(batches, steps, title, self.world.is_main, self.position.step):
             if self.on_batch:
@@ -149,14 +165,15 @@ class Trainer:
             if not batch.last:
                 continue
             self.position.step, self.position.global_step = self.position.step + 1, self.position.global_step + 1
-            self.train_seconds += time.monotonic() - began
+            self.train_seconds += timer.seconds
             self.wait_seconds += self.loader.wait_seconds - waited
             waited = self.loader.wait_seconds
-            save = self.step_sync.sync(arrived() - began, self._save_due())
-            began = set_off()
+            save = self.step_sync.sync(timer.work_seconds, self._save_due())
+            timer.start()
             self._check_gradients(batch, title, steps)
             if save and self.position.step < steps:
                 self._save()
+            yield losses
 
     def _evaluate(self, lr: float) -> bool:
         """Evaluate, log the epoch, and say whether it is the best so far."""
@@ -199,10 +216,10 @@ class Trainer:
     def _warn_undecodable(self) -> None:
         """A warning when more pictures than before turned out not to decode, on any rank."""
         bad = {index: why for part in self.world.all_gather_object(self.loader.bad) for index, why in part.items()}
-        if len(bad) > self.bad_pictures and self.world.is_main:
+        if len(bad) > self.undecodable and self.world.is_main:
             some = "; ".join(f"sample {index}: {why}" for index, why in sorted(bad.items())[:3])
             log.warning("%d pictures do not decode and count with weight zero (%s).", len(bad), some)
-        self.bad_pictures = len(bad)
+        self.undecodable = len(bad)
 
     @property
     def epochs_done(self) -> int:
@@ -317,13 +334,17 @@ class Trainer:
 
     def _save(self, best: bool = False, wait: bool = False) -> None:
         self.last_save = time.monotonic()
-        tree = {
+        self.checkpoints.save(self.position.global_step, self.state_dict(), best=best, wait=wait)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a checkpoint holds. Called by all ranks together."""
+        return {
             "config": redact_all(self.config.model_dump(mode="json")),
             "data": {
                 "manifest": self.train_split.manifest.hash,
                 "classes": list(self.train_split.classes),
                 "given_counts": self.train_split.info.given_counts,  # opens the model where the shards are not
-                "clean_counts": self.train_split.info.clean_counts,  # many, medium and few wherever it is judged
+                "clean_counts": self.train_split.info.clean_counts,  # many, medium and few wherever it is evaluated
             },
             "position": asdict(self.position),
             "method": self.engine.model_state_dict(),
@@ -339,14 +360,8 @@ class Trainer:
                 "wait_seconds": self.wait_seconds,
             },
         }
-        self.checkpoints.save(self.position.global_step, tree, best=best, wait=wait)
 
-    def _resume(self) -> dict[str, Any] | None:
-        loaded = self.checkpoints.load()
-        if loaded is None:
-            return None
-        tree = loaded.tree
-        check_resumable(self.config, self.train_split, tree, loaded.name)
+    def load_state_dict(self, tree: dict[str, Any]) -> None:
         self.engine.load_model_state_dict(tree["method"])
         self.engine.load_optimizer_state_dict(tree["engine"])
         self.position = Position(**tree["position"])
@@ -355,21 +370,11 @@ class Trainer:
         effort = tree["effort"]
         self.clock = Clock(effort["seconds"])
         self.images, self.train_seconds = effort["images"], effort["train_seconds"]
-        self.wait_seconds = effort.get("wait_seconds", 0.0)  # unknown to older checkpoints
-        log.info(
-            "resuming from %s: stage %d, epoch %d, step %d",
-            loaded.name,
-            self.position.stage,
-            self.position.epoch,
-            self.position.step,
-        )
-        return tree["tracking"]
+        self.wait_seconds = effort.get("wait_seconds", 0.0)  # missing in older checkpoints
 
 
 def check_resumable(config: Config, split: Split, tree: dict[str, Any], name: str) -> None:
     """Refuse a checkpoint of another training, saying how it differs."""
-    from shards.base.settings import Effect, effect_of, flatten
-
     advice = "Give another `output` to start anew, or restore the settings to go on."
     if tree["data"]["manifest"] != split.manifest.hash:
         raise UserError(f"Checkpoint {name} belongs to other shards (its manifest has another hash). {advice}")

@@ -238,7 +238,7 @@ def test_a_training_wanders_from_zero2_on_two_ranks_to_ddp_on_one_and_back_to_ze
     found: Any, few_digits: str, folder: Path
 ) -> None:
     alone = train(World(), few_digits, folder / "wandering", 6, engine="ddp")
-    assert alone.at.global_step == 6
+    assert alone.position.global_step == 6
     ended = on_ranks(2, finish_wandering, few_digits, folder)
     expected, _ = found[0]["epochs"]["prototypical", "ddp"]
     for weights in ended:

@@ -209,9 +209,7 @@ def test_out_of_memory_names_the_settings_that_help() -> None:
 
 def test_a_second_job_on_the_same_folder_refuses(small: str, output: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output.mkdir()
-    hold = (
-        "import sys, time; from pipeline.checkpoints.run_lock import lock; lock(sys.argv[1]); print(flush=True); time.sleep(99)"
-    )
+    hold = "import sys, time; from pipeline.checkpoints.run_lock import lock; lock(sys.argv[1]); print(flush=True); time.sleep(99)"
     other = subprocess.Popen([sys.executable, "-c", hold, str(output)], stdout=subprocess.PIPE)
     assert other.stdout
     other.stdout.readline()

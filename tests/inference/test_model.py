@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -53,9 +54,9 @@ def test_a_checkpoint_from_the_middle_answers_as_the_training_did_there(name: st
     """The second stage of these asks another network, or another classifier, than the first."""
     course = Course(small(name))
     for _ in course.steps():
-        if course.at.stage == 1:
+        if course.position.stage == 1:
             break
-    position = course.at.__dict__
+    position = asdict(course.position)
     assert position["stage"] == 1
     tensors = {key: value.clone() for key, value in course.method.state_dict().items()}
     tree = course.config.model_dump(mode="json")

@@ -195,7 +195,7 @@ def test_tiny_labelled_and_unlabelled_sets_train(labelled) -> None:
     run = Course(small_config({"name": "dividemix", "warmup": 0.0}, train={"epochs": 1}))
     run.method.belief.zero_()
     run.method.belief[:, :labelled] = 1
-    run.at.epoch_started = True
+    run.position.epoch_started = True
     losses = list(run.steps())
     assert losses
     assert all(math.isfinite(found["loss"]) for found in losses)

@@ -15,7 +15,7 @@ from rivals import Course, Pictures, small_config
 from launch.sweep import method_names
 from pipeline.config import Config
 from pipeline.distributed.world import World
-from pipeline.train import build
+from pipeline.training.build import build
 
 # Options with which a training of three epochs goes through every phase of a method; the others need none.
 PHASES: dict[str, dict[str, Any]] = {
@@ -75,7 +75,7 @@ def test_a_restart_changes_not_one_bit(name: str) -> None:
     for found in run.steps():
         losses.append(found)
         states.append(run.state())
-    epochs = [(state["at"]["stage"], state["at"]["epoch"]) for state in states]
+    epochs = [(state["position"]["stage"], state["position"]["epoch"]) for state in states]
     ends = [step for step, epoch in enumerate(epochs) if epoch not in epochs[step + 1 :]]
     for end, following in pairwise(ends):
         for step in (end - 1, end):
@@ -168,7 +168,7 @@ def test_it_learns_digits(name: str, digits: str, tmp_path: Path) -> None:
         "data": {"batch": 32, "size": 8, "padding": 1, "augmix": "none", "threads": 1}, "model": {"width": 8},
         "method": {"name": name, **options},
     }  # fmt: skip
-    trainer, _ = build(Config.model_validate(settings), World())
+    trainer = build(Config.model_validate(settings), World())
     trainer.run()
     trainer.checkpoints.close()
     last = trainer.history[-1]
