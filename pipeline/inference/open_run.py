@@ -118,9 +118,9 @@ def _mlflow_run(run_id: str, uri: str, best: bool, shards: str, own_labels: bool
     single sample but can still judge them all."""
     from mlflow import MlflowException
 
-    from pipeline.tracking.mlflow_sync import JOB_TAG, asking
+    from pipeline.tracking.mlflow_sync import JOB_TAG, mlflow_client
 
-    with asking(uri) as client:
+    with mlflow_client(uri) as client:
         try:
             run = client.get_run(run_id)
         except MlflowException as error:
@@ -146,10 +146,10 @@ def _mlflow_model(address: str, uri: str) -> OpenedRun:
 
     import mlflow
 
-    from pipeline.tracking.mlflow_sync import asking
+    from pipeline.tracking.mlflow_sync import mlflow_client
 
     with tempfile.TemporaryDirectory() as folder:
-        with asking(uri):
+        with mlflow_client(uri):
             try:
                 mlflow.artifacts.download_artifacts(address, dst_path=folder)
             except (mlflow.MlflowException, OSError) as error:

@@ -35,13 +35,13 @@ def shown(column: str, mean: Mean | None) -> str:
     return text + (f" ± {mean.spread:.{digits}f}" if mean.spread is not None else "")
 
 
-def bias_text(bias: tuple[str, float, float]) -> str:
-    return f"{bias[0]}, rho={bias[1]:g}, noise={bias[2]:g}"
+def variant_title(variant: tuple[str, float, float]) -> str:
+    return f"{variant[0]}, rho={variant[1]:g}, noise={variant[2]:g}"
 
 
 def comparison(doc: Document, runs: Sequence[Result]) -> None:
-    for number, (bias, rows) in enumerate(compare(runs).items()):
-        doc.heading(2, bias_text(bias))
+    for number, (variant, rows) in enumerate(compare(runs).items()):
+        doc.heading(2, variant_title(variant))
         header, body = comparison_table(rows)
         doc.table(header, body)
         doc.table(
@@ -86,7 +86,7 @@ def _pictures(doc: Document, rows: Sequence[Row], name: str) -> None:
     folder = doc.folder / "report_files"
     folder.mkdir(parents=True, exist_ok=True)
     images = []
-    for key, plot in figures.PICTURES.items():
+    for key, plot in figures.COMPARISON_PLOTS.items():
         figure = plot(drawn)
         if figure is not None:
             images.append((figures.save(figure, folder / f"{name}-{key}.png"), TITLES[key]))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoints.upgrade import upgrade_param
 from pipeline.config import Config
@@ -17,6 +17,10 @@ from shards.base.errors import UserError
 from shards.base.redact import redact
 from shards.base.settings import Effect, effect_of
 from shards.config import BuildConfig
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
 
 PAPER = Path(__file__).with_name("paper_tables.json")
 OWN_DATA = ("folder", "list")  # names of sources that say nothing of the pictures
@@ -53,11 +57,11 @@ class Result:
         return self.params.get("seed", "?")
 
     @property
-    def bias(self) -> tuple[str, float, float]:
+    def data_variant(self) -> tuple[str, float, float]:
         """(dataset, rho, noise): runs that share it can be compared."""
-        return self.dataset, self._bias("rho", 1.0), self._bias("noise", 0.0)
+        return self.dataset, self._shards_number("rho", 1.0), self._shards_number("noise", 0.0)
 
-    def _bias(self, name: str, default: float) -> float:
+    def _shards_number(self, name: str, default: float) -> float:
         """As the manifest has it (tag), because shards that were built before need no such setting."""
         return _number(self.tags.get(name), _number(self.params.get(f"shards.{name}"), default))
 
@@ -88,22 +92,22 @@ def _number(text: str | None, default: float) -> float:
 
 def read_runs(uri: str, experiments: Sequence[str]) -> list[Result]:
     """All runs of the experiments (all experiments if none is named), oldest first."""
-    from pipeline.tracking.mlflow_sync import asking
+    from pipeline.tracking.mlflow_sync import mlflow_client
 
-    with asking(uri) as client:
+    with mlflow_client(uri) as client:
         return _read_runs(client, uri, experiments)
 
 
-def _read_runs(client: Any, uri: str, experiments: Sequence[str]) -> list[Result]:
+def _read_runs(client: MlflowClient, uri: str, experiments: Sequence[str]) -> list[Result]:
     from pipeline.tracking.mlflow_sync import JOB_TAG
 
-    found: list[Any] = list(client.search_experiments())
-    names = {experiment.name for experiment in found}
+    known = list(client.search_experiments())
+    names = {experiment.name for experiment in known}
     for name in experiments:
         if name not in names:
-            known = ", ".join(sorted(names))
-            raise UserError(f"There is no experiment '{name}' at {redact(uri)}. It has {known}.")
-    wanted = [e.experiment_id for e in found if not experiments or e.name in experiments]
+            listed = ", ".join(sorted(names))
+            raise UserError(f"There is no experiment '{name}' at {redact(uri)}. It has {listed}.")
+    wanted = [e.experiment_id for e in known if not experiments or e.name in experiments]
     out: list[Result] = []
     token: str | None = None
     while True:
@@ -116,14 +120,14 @@ def _read_runs(client: Any, uri: str, experiments: Sequence[str]) -> list[Result
             return out
 
 
-def _result(client: Any, run: Any) -> Result:
+def _result(client: MlflowClient, run: Run) -> Result:
     info, data = run.info, run.data
     params = {upgrade_param(key): value for key, value in data.params.items()}
     metrics, tags = dict(data.metrics), dict(data.tags)
-    return Result(info.run_id, info.run_name or "", info.status, params, metrics, tags, _figures(client, run))
+    return Result(info.run_id, info.run_name or "", info.status, params, metrics, tags, _figure_data(client, run))
 
 
-def _figures(client: Any, run: Any) -> dict[str, Any]:
+def _figure_data(client: MlflowClient, run: Run) -> dict[str, Any]:
     import tempfile
 
     from mlflow import MlflowException
@@ -133,9 +137,10 @@ def _figures(client: Any, run: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             path = client.download_artifacts(run.info.run_id, "figures/data.json", folder)
-            return json.loads(Path(path).read_text(encoding="utf-8"))
-        except (MlflowException, OSError, ValueError):  # a run without pictures still has numbers
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (MlflowException, OSError, ValueError):  # a run without figures still has metrics
             return {}
+    return data if isinstance(data, dict) else {}
 
 
 # -- means over seeds ------------------------------------------------------------------------------
@@ -151,12 +156,12 @@ class Mean:
 
 
 def mean_of(runs: Iterable[Result], metric: str) -> Mean | None:
-    found = [(r.metrics[metric], r.run_id) for r in runs if math.isfinite(r.metrics.get(metric, math.nan))]
-    if not found:
+    counted = [run for run in runs if math.isfinite(run.metrics.get(metric, math.nan))]
+    if not counted:
         return None
-    values = [value for value, _ in found]
+    values = [run.metrics[metric] for run in counted]
     spread = statistics.stdev(values) if len(values) > 1 else None
-    return Mean(statistics.fmean(values), spread, tuple(run for _, run in found))
+    return Mean(statistics.fmean(values), spread, tuple(run.run_id for run in counted))
 
 
 @dataclass(frozen=True)
@@ -170,15 +175,13 @@ class Row:
 
 
 def compare(runs: Sequence[Result]) -> dict[tuple[str, float, float], list[Row]]:
-    """Finished runs by data, then by method and settings. A label says what sets a row apart from its
-    neighbours.
-    """
+    """Finished runs by data, then by method and settings. A label says in what a row differs from the others."""
     out: dict[tuple[str, float, float], list[Row]] = {}
     for run in runs:
         if run.status == "FINISHED":
-            out.setdefault(run.bias, [])
-    for bias, rows in out.items():
-        here = [run for run in runs if run.bias == bias and run.status == "FINISHED"]
+            out.setdefault(run.data_variant, [])
+    for variant, rows in out.items():
+        here = [run for run in runs if run.data_variant == variant and run.status == "FINISHED"]
         groups: dict[tuple[str, tuple[tuple[str, str], ...]], list[Result]] = {}
         for run in here:
             groups.setdefault((run.method, tuple(sorted(run.settings.items()))), []).append(run)
@@ -195,10 +198,10 @@ def _label(members: list[Result], groups: list[list[Result]]) -> str:
     apart = _differing(members[0].settings, [group[0].settings for group in groups])
     if MANIFEST in apart:  # said by the settings the shards were built with, where these are known
         built = [_first(run.data_settings for run in group) for group in groups]
-        told = _differing(_first(run.data_settings for run in members), [other for other in built if other])
-        if told:
+        differing = _differing(_first(run.data_settings for run in members), [other for other in built if other])
+        if differing:
             del apart[MANIFEST]
-            apart |= told
+            apart |= differing
     return " ".join([members[0].method, *(f"{key}={value}" for key, value in sorted(apart.items()))])
 
 
@@ -268,7 +271,7 @@ def _answers(run: Result, table: str, cell: dict[str, Any], standard: dict[str, 
     tagged = run.params.get("table_cell") or run.tags.get("table_cell") or ""
     if tagged and table not in tagged.replace(",", " ").split():
         return False
-    if run.method != cell["method"] or run.bias != (
+    if run.method != cell["method"] or run.data_variant != (
         cell["dataset"],
         float(cell["rho"]),
         float(cell["noise"]),
@@ -279,10 +282,12 @@ def _answers(run: Result, table: str, cell: dict[str, Any], standard: dict[str, 
     if run.method != "prototypical":
         return True
     asked = {**standard, **cell.get("settings", {})}
-    return _variant({key: run.params.get(key, value) for key, value in standard.items()}) == _variant(asked)
+    return _ablation_switches(
+        {key: run.params.get(key, value) for key, value in standard.items()}
+    ) == _ablation_switches(asked)
 
 
-def _variant(settings: dict[str, Any]) -> dict[str, Any]:
+def _ablation_switches(settings: dict[str, Any]) -> dict[str, Any]:
     """The switches of the paper's ablations, in one spelling."""
     plain = {key: _plain(value) for key, value in settings.items()}
     out = {key: plain[key] == _plain(off) for key, off in _OFF.items()}

@@ -21,12 +21,12 @@ def replay(folder: Path, uri: str) -> int:
     """Ship what a dead job left in its folder; a run that never said how it ended is marked FAILED. Returns
     records shipped.
     """
-    from pipeline.tracking.mlflow_sync import Shipper
+    from pipeline.tracking.mlflow_sync import JournalSync
 
     paths = sorted(folder.glob("journal*.jsonl"))
     if not paths:
         raise UserError(f"There is no journal in {folder}. Give the output folder of a run.")
-    shipped = left = 0
+    sent = left = 0
     for path in paths:
         with lock(path) as mine:
             if not mine:
@@ -40,21 +40,21 @@ def replay(folder: Path, uri: str) -> int:
                 ending.append({"kind": "end", "time": now(), "status": "FINISHED" if finished else "FAILED"})
                 ending.close()
             try:
-                shipper = Shipper(uri, path)
-                shipper.ship(last=True)
+                sync = JournalSync(uri, path)
+                sync.sync(last=True)
             except Exception as error:
                 raise UserError(
                     f"MLflow at {redact(uri)}: {one_line(error)}. {path} is kept; try again later."
                 ) from error
-            shipped += shipper.shipped
+            sent += sync.sent
             left += pending(path)
             if path.name == JOURNAL:
-                _note_run(folder / "summary.json", shipper.run_id)
+                _note_run(folder / "summary.json", sync.run_id)
     if left:
         raise UserError(
             f"{left} artifacts were not taken by MLflow at {redact(uri)}; the rest is there. Try again later."
         )
-    return shipped
+    return sent
 
 
 def _note_run(file: Path, run_id: str) -> None:

@@ -63,7 +63,7 @@ class Journal:
         self.size += len(data)
         self._waiting.clear()
 
-    def sync(self) -> None:
+    def fsync(self) -> None:
         """Ask the disk to keep what was written; called away from the training."""
         with contextlib.suppress(OSError):
             os.fsync(self._file)

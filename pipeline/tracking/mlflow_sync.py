@@ -44,7 +44,7 @@ JOB_TAG = "evenhand.job"
 log = logging.getLogger(__name__)
 
 
-def connect(uri: str) -> tuple[MlflowClient, str]:
+def create_client(uri: str) -> tuple[MlflowClient, str]:
     """(client, URI as mlflow shall know it). Makes the folder of an sqlite database."""
     uri = without_credentials(uri)
     database = sqlite_path(uri)
@@ -59,7 +59,7 @@ def connect(uri: str) -> tuple[MlflowClient, str]:
 
 
 @contextlib.contextmanager
-def asking(uri: str) -> Iterator[MlflowClient]:
+def mlflow_client(uri: str) -> Iterator[MlflowClient]:
     """A client for commands that look at runs: nothing is made, and a server that does not answer is told by a
     sentence.
     """
@@ -67,7 +67,7 @@ def asking(uri: str) -> Iterator[MlflowClient]:
     if database is not None and not database.is_file():
         raise UserError(f"There is no MLflow database {database}. Train something first, or give --uri.")
     try:
-        client, clean = connect(uri)
+        client, clean = create_client(uri)
         mlflow.set_tracking_uri(clean)  # downloads look there, whatever the client was told
         yield client
     except (mlflow.MlflowException, SQLAlchemyError, OSError) as error:
@@ -90,7 +90,7 @@ def sqlite_path(uri: str) -> Path | None:
     return Path(uri.removeprefix("sqlite:///")).absolute() if uri.startswith("sqlite:///") else None
 
 
-def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
+def get_or_create_experiment(client: MlflowClient, uri: str, name: str) -> str:
     """The experiment, made if need be; a local database keeps its artifacts in a folder beside it."""
     found = client.get_experiment_by_name(name)
     if found is None:
@@ -108,81 +108,81 @@ def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
     return found.experiment_id
 
 
-class Shipper:
+class JournalSync:
     """Ships one journal to one server and remembers, beside the journal, how far it got."""
 
     def __init__(self, uri: str, path: Path) -> None:
-        self.client, self.uri = connect(uri)
+        self.client, self.uri = create_client(uri)
         self.path, self.folder = path, path.parent
         self.cursor = read_cursor(path)
         server = hashlib.sha256(redact(self.uri).encode()).hexdigest()[:16]
         if self.cursor.get("server") != server:  # a server that has seen nothing of this journal
             self.cursor = {"server": server, "offset": 0, "deferred": []}
         self.run_id = ""  # empty: not attached
-        self.keys: set[str] = set()  # metrics the server has points of
-        self.seen: dict[str, set[int]] = {}  # their steps, fetched when first needed
-        self.metrics: list[Metric] = []
-        self.shipped = 0  # records, in the life of this object
+        self.known_metrics: set[str] = set()  # metrics the server has points of
+        self.known_steps: dict[str, set[int]] = {}  # their steps, fetched when first needed
+        self.queued: list[Metric] = []
+        self.sent = 0  # records, in the life of this object
 
-    def ship(self, last: bool = False) -> None:
+    def sync(self, last: bool = False) -> None:
         """Everything that is in the journal now; raises where it gets stuck, having noted how far it came."""
         try:
             if not self.run_id or last:
-                self._attach()
+                self._find_or_create_run()
                 self._retry_deferred()
             reached = self.cursor["offset"]
             for end, record in journal.read(self.path, self.cursor["offset"]):
-                self._take(record)
-                self.shipped += 1
-                if record["kind"] != "metrics" or len(self.metrics) >= BATCH:
+                self._handle(record)
+                self.sent += 1
+                if record["kind"] != "metrics" or len(self.queued) >= BATCH:
                     self._flush(end)
                 reached = end
             self._flush(reached)
         except Exception:
-            self.run_id, self.metrics = "", []  # ask again what the server has
+            self.run_id, self.queued = "", []  # ask again what the server has
             raise
 
     def _flush(self, offset: int) -> None:
-        if not self.metrics and offset == self.cursor["offset"]:
+        if not self.queued and offset == self.cursor["offset"]:
             return
-        for first in range(0, len(self.metrics), BATCH):
-            batch = self.metrics[first : first + BATCH]
+        for first in range(0, len(self.queued), BATCH):
+            batch = self.queued[first : first + BATCH]
             self.client.log_batch(self.run_id, metrics=batch, synchronous=True)
-        self.metrics = []
+        self.queued = []
         self.cursor["offset"] = offset
         write_cursor(self.path, self.cursor)
 
-    def _take(self, record: Record) -> None:
+    def _handle(self, record: Record) -> None:
         kind = record["kind"]
         if kind == "metrics":
-            self._collect(record)
+            self._queue_metrics(record)
         elif kind == "start":
             self._flush(self.cursor["offset"])
-            self._describe(record)
+            self._log_params_and_tags(record)
         elif kind == "end":
             self._flush(self.cursor["offset"])
             self.client.set_terminated(self.run_id, record["status"], end_time=record["time"])
         else:
-            self._try(record)
+            self._send_or_defer(record)
 
-    def _collect(self, record: Record) -> None:
+    def _queue_metrics(self, record: Record) -> None:
         for key, value in record["values"].items():
             key = clean_key(key)
-            if key not in self.seen:
-                history = self.client.get_metric_history(self.run_id, key) if key in self.keys else []
-                self.seen[key] = {point.step for point in history}
-            if record["step"] not in self.seen[key]:
-                self.seen[key].add(record["step"])
-                self.metrics.append(Metric(key, value, record["time"], record["step"]))
+            if key not in self.known_steps:
+                history = self.client.get_metric_history(self.run_id, key) if key in self.known_metrics else []
+                self.known_steps[key] = {point.step for point in history}
+            if record["step"] not in self.known_steps[key]:
+                self.known_steps[key].add(record["step"])
+                self.queued.append(Metric(key, value, record["time"], record["step"]))
 
     # -- the run -----------------------------------------------------------------------------------
 
-    def _attach(self) -> None:
+    def _find_or_create_run(self) -> None:
         """Find this job's run by its tag, or make it."""
         start = next((r for _, r in journal.read(self.path) if r["kind"] == "start"), None)
         if start is None:
             raise UserError(f"{self.path} does not begin with the start of a run")
-        experiment = experiment_id(self.client, self.uri, start["experiment"])
+        experiment = get_or_create_experiment(self.client, self.uri, start["experiment"])
         found = self.client.search_runs([experiment], f"tags.`{JOB_TAG}` = '{start['job']}'", max_results=10)
         if found:
             before = self.cursor.get("run_id")
@@ -196,9 +196,9 @@ class Shipper:
         if self.cursor.get("run_id") != run.info.run_id:
             self.cursor |= {"run_id": run.info.run_id, "offset": 0, "deferred": []}
         self.run_id = run.info.run_id
-        self.keys, self.seen = set(run.data.metrics), {}
+        self.known_metrics, self.known_steps = set(run.data.metrics), {}
 
-    def _describe(self, start: Record) -> None:
+    def _log_params_and_tags(self, start: Record) -> None:
         """Params and tags of a start. MLflow's params are final: what a resume changed is told by a tag."""
         known = self.client.get_run(self.run_id).data.params
         params, tags = [], [RunTag(clean_key(key), str(value)[:5000]) for key, value in start["tags"].items()]
@@ -215,7 +215,7 @@ class Shipper:
 
     # -- what is more than a number ----------------------------------------------------------------
 
-    def _try(self, record: Record) -> None:
+    def _send_or_defer(self, record: Record) -> None:
         """An artifact that fails must not hold up the metrics behind it: it is put aside and tried again."""
         try:
             self._send(record)
@@ -227,13 +227,13 @@ class Shipper:
                 one_line(error),
             )
             self.cursor["deferred"].append(record)
-            self.shipped -= 1
+            self.sent -= 1
 
     def _retry_deferred(self) -> None:
         waiting, self.cursor["deferred"] = self.cursor["deferred"], []
         for record in waiting:
-            self.shipped += 1
-            self._try(record)
+            self.sent += 1
+            self._send_or_defer(record)
         if waiting:
             write_cursor(self.path, self.cursor)
 

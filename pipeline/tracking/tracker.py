@@ -31,7 +31,7 @@ from shards.base.redact import one_line, redact, redact_all
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 JOURNAL = "journal.jsonl"
-SHIP_SECONDS = 2.0  # between batches
+SYNC_SECONDS = 2.0  # between batches
 LONGEST_PAUSE = 60.0  # between attempts while the server does not answer
 SAMPLE_SECONDS = 10.0  # between samples of CPU, memory and GPU use
 QUIET_SECONDS = 600.0  # that sampling lets a first epoch go before it
@@ -95,7 +95,7 @@ class Tracker(NullTracker):
             "params": redact_all({key: str(value) for key, value in params.items()}),
             "tags": redact_all(tags | config.tags | ({"mlflow.parentRunId": config.parent} if config.parent else {})),
         }
-        start["job"], keep = self._take_over(start, state)
+        start["job"], keep = self._continue_or_set_aside(start, state)
         self._journal = Journal(self.path, keep)
         self._kept = self._journal.size
         self.lost = self._kept < keep
@@ -106,18 +106,18 @@ class Tracker(NullTracker):
         self._journal.append({**start, "time": now()})
         self._job = start["job"]
         self._wake, self._closing = threading.Event(), threading.Event()
-        self._trouble = 0
-        self._told = threading.Event()  # the trainer has logged something
+        self._failures = 0
+        self._logged = threading.Event()  # the trainer has logged something
         self._threads: list[threading.Thread] = []
         if config.system_metrics:
-            self._start(self._sample, "tracking-sampler")
-        self._start(self._ship, "tracking-shipper")
+            self._start(self._sample_loop, "tracking-sampler")
+        self._start(self._sync_loop, "tracking-sync")
 
     # -- what the trainer calls --------------------------------------------------------------------
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._metrics(step, metrics)
-        self._told.set()
+        self._logged.set()
 
     def artifact(self, path: str | Path, to: str = "") -> None:
         self._journal.append({"kind": "artifact", "time": now(), "path": self._inside(path), "to": to})
@@ -137,7 +137,7 @@ class Tracker(NullTracker):
         has not answered."""
         self._journal.append({"kind": "end", "time": now(), "status": status})
         if wait is None:
-            wait = 10.0 if self._trouble or status == "KILLED" else 60.0
+            wait = 10.0 if self._failures or status == "KILLED" else 60.0
         self._closing.set()
         self._wake.set()
         until = time.monotonic() + wait
@@ -154,7 +154,7 @@ class Tracker(NullTracker):
 
     # -- the journal's beginning -------------------------------------------------------------------
 
-    def _take_over(self, start: Record, state: dict[str, Any] | None) -> tuple[str, int]:
+    def _continue_or_set_aside(self, start: Record, state: dict[str, Any] | None) -> tuple[str, int]:
         """(job, bytes of the journal to keep). A journal of another job is put aside, never overwritten."""
         old, ended = None, False
         for _, record in journal.read(self.path):
@@ -188,7 +188,7 @@ class Tracker(NullTracker):
         self._threads.append(thread)
         thread.start()
 
-    def _ship(self) -> None:
+    def _sync_loop(self) -> None:
         """Ship, pause, ship; after trouble the pauses grow, at the end there is one last attempt. The journal is held
         even if nothing is shipped: a replay would end a run that is alive.
         """
@@ -199,34 +199,34 @@ class Tracker(NullTracker):
             if not self.config.uri:
                 self._closing.wait()
                 return
-            shipper = None
+            sync = None
             while True:
                 last = self._closing.is_set()
-                self._journal.sync()
+                self._journal.fsync()
                 try:
-                    if shipper is None:
-                        from pipeline.tracking.mlflow_sync import Shipper  # imports mlflow: seconds
+                    if sync is None:
+                        from pipeline.tracking.mlflow_sync import JournalSync  # imports mlflow: seconds
 
-                        shipper = Shipper(self.config.uri, self.path)
-                    shipper.ship(last)
-                    self.run_id = shipper.run_id
-                    if self._trouble:
+                        sync = JournalSync(self.config.uri, self.path)
+                    sync.sync(last)
+                    self.run_id = sync.run_id
+                    if self._failures:
                         log.warning(
                             "MLflow at %s answers again; the journal has been replayed.",
                             redact(self.config.uri),
                         )
-                    self._trouble = 0
+                    self._failures = 0
                 except Exception as error:
-                    self._trouble += 1
-                    if self._trouble == 1:
+                    self._failures += 1
+                    if self._failures == 1:
                         log.warning("MLflow at %s: %s. Training goes on; the journal keeps everything.",
                                     redact(self.config.uri), one_line(error))  # fmt: skip
                 if last:
                     return
-                pause = SHIP_SECONDS * (2**self._trouble if self._trouble < 6 else 64)
+                pause = SYNC_SECONDS * (2**self._failures if self._failures < 6 else 64)
                 self._wake.wait(min(pause, LONGEST_PAUSE))
 
-    def _sample(self) -> None:
+    def _sample_loop(self) -> None:
         """CPU, memory and GPU use under MLflow's own names; the step counts samples since the job's first
         start.
         """
@@ -234,7 +234,7 @@ class Tracker(NullTracker):
 
         begun, pause = time.monotonic(), 1.0
         while not self._closing.wait(pause):
-            if not self._told.is_set() and time.monotonic() < begun + QUIET_SECONDS:
+            if not self._logged.is_set() and time.monotonic() < begun + QUIET_SECONDS:
                 continue
             pause = SAMPLE_SECONDS
             with contextlib.suppress(Exception):

@@ -29,7 +29,7 @@ PARAMS: dict[str, object] = {"method.name": "prototypical", "train.epochs": 3}
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "SHIP_SECONDS", 0.1)
+    monkeypatch.setattr(tracking, "SYNC_SECONDS", 0.1)
 
 
 def config(database: Path | None = None, **more: object) -> TrackingConfig:

@@ -33,7 +33,7 @@ def server(migrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "SHIP_SECONDS", 0.2)
+    monkeypatch.setattr(tracking, "SYNC_SECONDS", 0.2)
     monkeypatch.setattr(tracking, "LONGEST_PAUSE", 1.0)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
