@@ -1,4 +1,4 @@
-"""Exact evaluation over all ranks: every test picture counts once, and only sums cross the ranks."""
+"""Exact evaluation over all ranks: every picture counts once, and ranks exchange only sums."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Evaluation:
     """Counts of one pass over labelled pictures, summed over ranks."""
 
     metrics: dict[str, float]
-    correct: np.ndarray  # (K,) of the head that counts
+    correct: np.ndarray  # (K,) of the main head
     total: np.ndarray  # (K,)
     confusion: np.ndarray  # (K,K) true by predicted
     marginal: dict[str, np.ndarray]  # head -> (K,) mean predicted probability (paper figure 2)
@@ -61,7 +61,7 @@ def evaluate(
         for head, score in scores.items():
             rows = counts.setdefault(head, _zeros(classes, world))
             _count(rows, score[known], label[known])
-    heads = next(filter(None, world.all_gather_object(list(counts))))  # a rank without pictures knows none
+    heads = next(filter(None, world.all_gather_object(list(counts))))  # a rank without pictures has none
     summed = {head: world.all_reduce_sum(counts.get(head, _zeros(classes, world))).cpu().numpy() for head in heads}
     return _summarise(split, summed, class_groups(clean_counts))
 
@@ -89,7 +89,7 @@ def _summarise(split: str, summed: dict[str, np.ndarray], groups: dict[str, np.n
         K = len(rows)
         confusion = rows[:, :K].round().astype(np.int64)
         correct, total = np.diag(confusion), confusion.sum(1)
-        if out is None:  # the first head is the one that counts
+        if out is None:  # the first head is the main one
             metrics |= _top(split, rows, correct, total)
             metrics |= {f"{split}/{name}": value for name, value in group_accuracies(correct, total, groups).items()}
             out = Evaluation(metrics, correct, total, confusion, {})

@@ -1,7 +1,7 @@
-"""The pictures of a run, and of several runs side by side.
+"""Figures of one run, and of several runs in one figure.
 
-`write_figures(folder, data)` draws whatever `data` allows and leaves out the rest; it also writes
-`figures/data.json`, from which a report draws several runs into one picture. Keys of `data`, all optional:
+`write_figures(folder, data)` plots whatever `data` allows and leaves out the rest. It also writes
+`figures/data.json`, from which a report plots several runs in one figure. Keys of `data`, all optional:
 
     method, class_names, class_counts (K,)   clean samples per class
     history      [{"epoch": 0, "metrics": {"test/top1": 81.2, "loss/ce": 0.4, ...}}, ...]
@@ -34,8 +34,8 @@ from pipeline.tracking.colors import DASHES, MARKERS, PALETTE, style
 Data = dict[str, Any]
 GROUPS = ("many", "medium", "few")
 SCREEN, PRINT = 110, 200  # dots per inch
-MOST_BARS = 5  # runs that can stand side by side; more are points
-LONGEST = 60  # letters of a name
+MOST_BARS = 5  # bars side by side; more runs become points
+LONGEST = 60  # characters of a name
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Run:
 
 
 def write_figures(folder: str | Path, data: Data) -> list[Path]:
-    """Draw every picture the data allows into folder/figures; returns the files, data.json included."""
+    """Write every figure the data allows into folder/figures; returns the files, data.json included."""
     out = Path(folder) / "figures"
     out.mkdir(parents=True, exist_ok=True)
     run = Run(str(data.get("method", "")), str(data.get("method", "")), data)
@@ -97,19 +97,19 @@ def _new_figure(width: float = 6.4, height: float = 3.8, columns: int = 1) -> tu
 
 
 def line_styles(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Of every run: its method's own look; a second run of a method keeps the colour, with other dashes and marks."""
+    """Each run's line style, by its method; a second run of a method keeps the colour, with other dashes and markers."""
     out: list[dict[str, Any]] = []
     turns: Counter[str] = Counter()
     for run in runs:
-        look, turn = style(run.method), turns[run.method]
-        dash, mark = DASHES.index(look["linestyle"]) + turn, MARKERS.index(look["marker"]) + turn
-        out.append(look | {"linestyle": DASHES[dash % len(DASHES)], "marker": MARKERS[mark % len(MARKERS)]})
+        line_style, turn = style(run.method), turns[run.method]
+        dash, mark = DASHES.index(line_style["linestyle"]) + turn, MARKERS.index(line_style["marker"]) + turn
+        out.append(line_style | {"linestyle": DASHES[dash % len(DASHES)], "marker": MARKERS[mark % len(MARKERS)]})
         turns[run.method] += 1
     return out
 
 
 def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
-    """A few names inside the picture, more of them below it."""
+    """A few names inside the figure, more of them below it."""
     entries: dict[str, Any] = {}
     for ax in axes:
         entries |= {name: handle for handle, name in zip(*ax.get_legend_handles_labels())}
@@ -130,7 +130,7 @@ def series(data: Data, key: str) -> tuple[list[int], list[float]]:
 
 
 def _numbered_style(number: int) -> dict[str, Any]:
-    """The look of a line that is no method."""
+    """The style of a line that is not a method."""
     return {"color": PALETTE[number % 8], "linestyle": DASHES[number % 4], "marker": MARKERS[number % 8]}
 
 
@@ -141,7 +141,7 @@ def _classes_by_size(data: Data) -> np.ndarray:
 
 
 def _label_epochs(ax: Axes, runs: Sequence[Run]) -> None:
-    """The whole training, also where a metric begins late."""
+    """The x axis covers the whole training, also where a metric starts late."""
     last = max(history[-1]["epoch"] for run in runs if (history := run.data.get("history")))
     ax.set(xlabel="epoch", xlim=(0.5, last + max(0.5, last / 40)))
     ax.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
@@ -158,13 +158,13 @@ def _label_classes(ax: Axes, data: Data, classes: np.ndarray) -> None:
         ax.set_xlabel(f"class (of {len(classes)}), largest first")
 
 
-def _plot_class_line(ax: Axes, data: Data, values: Any, **look: Any) -> None:
+def _plot_class_line(ax: Axes, data: Data, values: Any, **line_style: Any) -> None:
     values = np.asarray(values, dtype=float)
     order = _classes_by_size(data) if _has(data, "class_counts") else np.arange(len(values))
-    ax.plot(range(len(values)), values[order], markersize=4 if len(values) <= 30 else 0, linewidth=1.6, **look)
+    ax.plot(range(len(values)), values[order], markersize=4 if len(values) <= 30 else 0, linewidth=1.6, **line_style)
 
 
-# -- pictures of one run or of several -------------------------------------------------------------
+# -- figures of one run or of several --------------------------------------------------------------
 
 
 def _plot_curves(runs: Sequence[Run], keys: dict[str, str], ylabel: str) -> Figure | None:
@@ -174,12 +174,12 @@ def _plot_curves(runs: Sequence[Run], keys: dict[str, str], ylabel: str) -> Figu
         return None
     figure, axes = _new_figure(3.6 * len(keys) if len(keys) > 1 else 6.4, 3.6 if len(keys) > 1 else 3.8, len(keys))
     for ax, (key, title) in zip(axes, keys.items()):
-        for run, look in zip(runs, line_styles(runs)):
+        for run, line_style in zip(runs, line_styles(runs)):
             epochs, values = series(run.data, key)
             if not epochs:
                 continue
             every = max(1, len(epochs) // 12)
-            ax.plot(epochs, values, label=run.label, markersize=4, markevery=every, linewidth=1.6, **look)
+            ax.plot(epochs, values, label=run.label, markersize=4, markevery=every, linewidth=1.6, **line_style)
         ax.set(title=title)
         _label_epochs(ax, runs)
         if key in ("clean/share", "clean/f1"):
@@ -223,8 +223,8 @@ def plot_groups(runs: Sequence[Run]) -> Figure | None:
                 ax.plot(at, list(values.values()), label=run.label, markersize=5, linewidth=1, **own)
                 continue
             at = [GROUPS.index(g) + (place - (len(runs) - 1) / 2) * width for g in values]
-            look = {"color": style(run.method)["color"], "hatch": ["", "//", "..", "xx", "\\\\"][place % 5]}
-            bars = ax.bar(at, list(values.values()), width * 0.92, label=run.label, edgecolor="white", **look)
+            bar_style = {"color": style(run.method)["color"], "hatch": ["", "//", "..", "xx", "\\\\"][place % 5]}
+            bars = ax.bar(at, list(values.values()), width * 0.92, label=run.label, edgecolor="white", **bar_style)
             ax.bar_label(bars, fmt="%.0f", fontsize=7)
         ax.set(title=title, xlim=(-0.6, 2.6), ylim=(0, 109))
         ax.set_xticks(range(3), ["many\n(>100)", "medium\n(20-100)", "few\n(<20)"])
@@ -239,7 +239,7 @@ def _finite_values(row: dict[str, list[float]]) -> dict[str, float]:
 
 
 def plot_marginal(runs: Sequence[Run]) -> Figure | None:
-    """Mean predicted distribution over the test set; even-handed is flat."""
+    """Mean predicted distribution over the test set; without bias it is flat."""
     return _plot_per_head(runs, "marginal", "marginal likelihood on the test set", "p(class)", uniform=True)
 
 
@@ -256,14 +256,14 @@ def _plot_per_head(runs: Sequence[Run], key: str, title: str, ylabel: str, unifo
     figure, (ax,) = _new_figure()
     for run, own in zip(runs, line_styles(runs)):
         heads = list(run.data[key].items())
-        if len(runs) > 1:  # the head that counts, and the linear one to compare with
+        if len(runs) > 1:  # the main head, and the linear one to compare with
             heads = heads[:1] + [head for head in heads[1:] if head[0] == "linear"]
         for number, (head, values) in enumerate(heads):
-            look = own if len(runs) > 1 else _numbered_style(number)
+            line_style = own if len(runs) > 1 else _numbered_style(number)
             if number and len(runs) > 1:
-                look = look | {"linestyle": ":", "alpha": 0.7}
+                line_style = line_style | {"linestyle": ":", "alpha": 0.7}
             label = f"{head} head" if len(runs) == 1 else f"{run.label}, {head}"
-            _plot_class_line(ax, run.data, values, label=label, **look)
+            _plot_class_line(ax, run.data, values, label=label, **line_style)
     data = runs[0].data
     classes = len(next(iter(data[key].values())))
     if uniform:
@@ -281,10 +281,12 @@ def plot_class_size(runs: Sequence[Run]) -> Figure | None:
     if not runs:
         return None
     figure, (ax,) = _new_figure()
-    for run, look in zip(runs, line_styles(runs)):
+    for run, line_style in zip(runs, line_styles(runs)):
         counts, accuracy = (np.asarray(run.data[key], float) for key in ("class_counts", "per_class_accuracy"))
         accuracy = 100 * accuracy
-        ax.scatter(counts, accuracy, s=26, color=look["color"], marker=look["marker"], label=run.label, alpha=0.8)
+        ax.scatter(
+            counts, accuracy, s=26, color=line_style["color"], marker=line_style["marker"], label=run.label, alpha=0.8
+        )
         if len(runs) == 1 and len(counts) <= 20 and _has(run.data, "class_names"):
             for count, value, name in zip(counts, accuracy, run.data["class_names"]):
                 ax.annotate(str(name)[:12], (count, value), fontsize=7, xytext=(4, 3), textcoords="offset points")
@@ -308,7 +310,7 @@ COMPARISON_PLOTS = {
 }
 
 
-# -- pictures of one run only ----------------------------------------------------------------------
+# -- figures of one run only -----------------------------------------------------------------------
 
 
 def plot_losses(data: Data) -> Figure | None:
@@ -352,7 +354,7 @@ def plot_confusion(data: Data) -> Figure | None:
 
 
 def plot_embedding(data: Data) -> Figure | None:
-    """Two dimensions of the test embeddings by t-SNE; distances between far groups mean little."""
+    """Test embeddings in two dimensions by t-SNE; distances between far groups mean little."""
     if not _has(data, "embedding") or len(data["embedding"]) < 10:
         return None
     from sklearn.manifold import TSNE
@@ -368,10 +370,10 @@ def plot_embedding(data: Data) -> Figure | None:
     names = data.get("class_names")
     for place, k in enumerate(classes):
         name = str(names[int(k)])[:14] if names is not None else str(k)
-        look: Any = {"color": PALETTE[place % 8], "marker": MARKERS[(place + place // 8) % 8]}
+        marker_style: Any = {"color": PALETTE[place % 8], "marker": MARKERS[(place + place // 8) % 8]}
         across, up = flat[labels == k].T
         shown = name if place < 20 else None
-        ax.scatter(across, up, s=14, linewidths=0, alpha=0.8, label=shown, **look)
+        ax.scatter(across, up, s=14, linewidths=0, alpha=0.8, label=shown, **marker_style)
     ax.set(title=f"test embeddings (t-SNE of {len(points)})", xticks=[], yticks=[])
     ax.spines[["left", "bottom"]].set_visible(False)
     figure.legend(*ax.get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8, markerscale=2)

@@ -61,7 +61,7 @@ def comparison_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     body = []
     for row in rows:
         means = {column: mean_of(row.runs, metric) for column, metric in COLUMNS.items()}
-        if not means["last"]:  # a run from before its last epoch was summarised
+        if not means["last"]:  # a run without a summary of its last epoch
             means["last"] = mean_of(row.runs, "test/top1")
         body.append([row.label, str(len(row.runs)), *(shown(column, mean) for column, mean in means.items())])
     return header, body
@@ -79,7 +79,7 @@ def about(row: Row) -> list[str]:
 
 
 def _pictures(doc: Document, rows: Sequence[Row], name: str) -> None:
-    """The last seed of every row in one picture each; the caption names the runs."""
+    """Figures with one line per row, from its last seed; the caption names the runs."""
     drawn = [figures.Run(row.label, row.method, row.runs[-1].figures) for row in rows if row.runs[-1].figures]
     if not drawn:
         return

@@ -1,4 +1,4 @@
-"""Runs as MLflow keeps them, grouped for comparison, and the tables of the paper they can be laid beside."""
+"""Runs from MLflow, grouped for comparison, and the paper's tables to compare them with."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
 PAPER = Path(__file__).with_name("paper_tables.json")
-OWN_DATA = ("folder", "list")  # names of sources that say nothing of the pictures
+OWN_DATA = ("folder", "list")  # their name says nothing about the pictures
 MANIFEST = "manifest"
 
 
@@ -62,7 +62,7 @@ class Result:
         return self.dataset, self._shards_number("rho", 1.0), self._shards_number("noise", 0.0)
 
     def _shards_number(self, name: str, default: float) -> float:
-        """As the manifest has it (tag), because shards that were built before need no such setting."""
+        """As in the manifest (tag): finished shards need no such setting."""
         return _number(self.tags.get(name), _number(self.params.get(f"shards.{name}"), default))
 
     def number(self, key: str, default: float = math.nan) -> float:
@@ -113,7 +113,7 @@ def _read_runs(client: MlflowClient, uri: str, experiments: Sequence[str]) -> li
     while True:
         page = client.search_runs(wanted, "", order_by=["attributes.start_time ASC"], page_token=token)
         for run in page:
-            if {JOB_TAG, "method"} <= run.data.tags.keys():  # not the parent of a sweep, nor somebody else's run
+            if {JOB_TAG, "method"} <= run.data.tags.keys():  # not the parent of a sweep, nor another project's run
                 out.append(_result(client, run))
         token = page.token
         if not token:
@@ -148,7 +148,7 @@ def _figure_data(client: MlflowClient, run: Run) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Mean:
-    """Mean and spread (sample standard deviation) of one number over runs; never without the runs."""
+    """Mean and spread (sample standard deviation) of one metric over runs, with the run ids."""
 
     value: float
     spread: float | None
@@ -171,7 +171,7 @@ class Row:
     label: str
     method: str
     runs: tuple[Result, ...]
-    repeated: tuple[Result, ...] = ()  # older runs with a seed that was run again
+    repeated: tuple[Result, ...] = ()  # older runs of a seed that was run again
 
 
 def compare(runs: Sequence[Result]) -> dict[tuple[str, float, float], list[Row]]:
@@ -218,14 +218,14 @@ def _first(settings: Iterable[dict[str, str]]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Cell:
-    """A number of the paper and what we have for it."""
+    """A number of the paper and our runs for it."""
 
     shown: str
     where: str
     paper: dict[str, float | None]
     ours: dict[str, Mean | None]
     rows: tuple[Row, ...]
-    reduced: tuple[str, ...]  # in what our runs are smaller or other than the paper's
+    reduced: tuple[str, ...]  # how our runs differ from the paper's protocol
 
 
 @dataclass(frozen=True)
@@ -244,10 +244,9 @@ class Table:
 
 
 def paper_tables(runs: Sequence[Result]) -> tuple[str, list[Table]]:
-    """(source, tables): each cell of the paper with the finished runs that answer it.
+    """(source, tables): each cell of the paper with the finished runs that match it.
 
-    Runs with other settings, say another number of epochs, are other cells of ours: each set of settings
-    has its own line.
+    Each set of settings has a line of its own, for example each number of epochs.
     """
     data = json.loads(PAPER.read_text(encoding="utf-8"))
     finished = [run for run in runs if run.status == "FINISHED"]
@@ -255,9 +254,9 @@ def paper_tables(runs: Sequence[Result]) -> tuple[str, list[Table]]:
     for table in data["tables"]:
         cells: list[Cell] = []
         for cell in sorted(table["cells"], key=lambda c: (c["dataset"], c["noise"], c["rho"])):
-            answers = [run for run in finished if _answers(run, table["id"], cell, data["standard"])]
+            matching = [run for run in finished if _matches(run, table["id"], cell, data["standard"])]
             where = f"{cell['dataset']} rho={cell['rho']:g} noise={cell['noise']:g}"
-            rows: list[Row | None] = [row for group in compare(answers).values() for row in group]
+            rows: list[Row | None] = [row for group in compare(matching).values() for row in group]
             for row in rows or [None]:
                 members = row.runs if row else ()
                 ours = {name: mean_of(members, metric) for name, metric in table["columns"].items()}
@@ -267,9 +266,9 @@ def paper_tables(runs: Sequence[Result]) -> tuple[str, list[Table]]:
     return data["source"], tables
 
 
-def _answers(run: Result, table: str, cell: dict[str, Any], standard: dict[str, Any]) -> bool:
-    tagged = run.params.get("table_cell") or run.tags.get("table_cell") or ""
-    if tagged and table not in tagged.replace(",", " ").split():
+def _matches(run: Result, table: str, cell: dict[str, Any], standard: dict[str, Any]) -> bool:
+    tables = run.params.get("table_cell") or run.tags.get("table_cell") or ""
+    if tables and table not in tables.replace(",", " ").split():
         return False
     if run.method != cell["method"] or run.data_variant != (
         cell["dataset"],
@@ -281,19 +280,19 @@ def _answers(run: Result, table: str, cell: dict[str, Any], standard: dict[str, 
         return False  # the tables are about the first 50 classes
     if run.method != "prototypical":
         return True
-    asked = {**standard, **cell.get("settings", {})}
+    wanted = {**standard, **cell.get("settings", {})}
     return _ablation_switches(
         {key: run.params.get(key, value) for key, value in standard.items()}
-    ) == _ablation_switches(asked)
+    ) == _ablation_switches(wanted)
 
 
 def _ablation_switches(settings: dict[str, Any]) -> dict[str, Any]:
-    """The switches of the paper's ablations, in one spelling."""
+    """The settings that the paper's ablations change, as comparable values."""
     plain = {key: _plain(value) for key, value in settings.items()}
     out = {key: plain[key] == _plain(off) for key, off in _OFF.items()}
-    course = plain["method.threshold"]
-    value = {"exponential": plain["method.threshold_growth"], "linear": plain["method.threshold_end"]}.get(course)
-    out["course"] = ("exponential", 1.005) if course == "transfer" else (course, value)
+    schedule = plain["method.threshold"]
+    value = {"exponential": plain["method.threshold_growth"], "linear": plain["method.threshold_end"]}.get(schedule)
+    out["threshold"] = ("exponential", 1.005) if schedule == "transfer" else (schedule, value)
     return out
 
 

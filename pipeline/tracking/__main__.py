@@ -18,8 +18,8 @@ from shards.base.redact import one_line, redact
 
 
 def replay(folder: Path, uri: str) -> int:
-    """Ship what a dead job left in its folder; a run that never said how it ended is marked FAILED. Returns
-    records shipped.
+    """Send what a dead job left in its folder. A run without an end is marked FAILED. Returns the number of records
+    sent.
     """
     from pipeline.tracking.mlflow_sync import JournalSync
 
@@ -30,7 +30,7 @@ def replay(folder: Path, uri: str) -> int:
     for path in paths:
         with lock(path) as mine:
             if not mine:
-                raise UserError(f"{path} is being shipped by its job, which is still running, or by another replay.")
+                raise UserError(f"{path} is in use: its job is still running, or another replay sends it.")
             kind = None
             for _, record in journal.read(path):
                 kind = record["kind"]
@@ -58,7 +58,7 @@ def replay(folder: Path, uri: str) -> int:
 
 
 def _note_run(file: Path, run_id: str) -> None:
-    """A run that ended without a server did not know its id."""
+    """Write the run id into the summary: a run that ended without a server does not have it."""
     summary = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if "run_id" in summary and not summary["run_id"]:
         atomic_write(file, json.dumps(summary | {"run_id": run_id}, indent=1) + "\n")

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def log_model(uri: str, run_id: str, folder: Path, register_as: str = "") -> str:
-    """Make the exported folder an MLflow model of the run, once; returns its id."""
+    """Upload the exported folder as an MLflow model of the run, once; returns the model's id."""
     import mlflow
     from mlflow import MlflowClient
 
-    mlflow.set_tracking_uri(uri)  # the registry looks models up there, whatever the client was told
+    mlflow.set_tracking_uri(uri)  # the registry uses this one, not the client's
     client = MlflowClient()
     run = client.get_run(run_id)
     known = run.outputs.model_outputs if run.outputs else []
@@ -40,7 +40,7 @@ def _upload(client: MlflowClient, run: Run, folder: Path) -> str:
     signature, example = _signature()
     params = {key: value for key, value in run.data.params.items() if key in ("method.name", "seed", "train.epochs")}
     earlier = client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run_id}'")
-    model = next(iter(earlier), None)  # from an attempt that was cut off
+    model = next(iter(earlier), None)  # of an attempt that was interrupted
     if model is None:
         model = client.create_logged_model(run.info.experiment_id, "model", run_id, params=params)
     with tempfile.TemporaryDirectory() as temporary:
@@ -79,7 +79,7 @@ def _signature() -> tuple[ModelSignature, pd.DataFrame]:
 
 
 def _requirements() -> list[str]:
-    """This package and what decides the numbers it computes."""
+    """This package and the packages its numbers depend on."""
     requirements = []
     for name in ("evenhand", "torch", "mlflow"):
         try:

@@ -74,9 +74,9 @@ def test_the_axis_is_the_whole_training_in_whole_epochs_even_for_a_single_point(
     late["history"] = [{"epoch": e, "metrics": {"clean/f1": 0.5} if e == 9 else {}} for e in range(1, 10)]
     once = {"history": [{"epoch": 1, "metrics": {"test/top1": 5.0, "loss/ce": 1.0}}]}
     for figure, last in (
-        (figures.cleaning_curves([Run("a", "a", late)]), 9),
-        (figures.accuracy_curves([Run("a", "a", once)]), 1),
-        (figures.losses(once), 1),
+        (figures.plot_cleaning([Run("a", "a", late)]), 9),
+        (figures.plot_accuracy([Run("a", "a", once)]), 1),
+        (figures.plot_losses(once), 1),
     ):
         assert figure is not None
         (ax,) = figure.axes
@@ -106,7 +106,7 @@ def test_all_methods_at_once_are_named_below_the_picture_not_on_top_of_it() -> N
 def test_the_names_have_the_colours_of_their_bars_where_a_run_has_only_one_of_the_panels() -> None:
     runs = [Run(name, name, data(method=name)) for name in ("prototypical", "cross_entropy")]
     del runs[1].data["group_f1"]
-    figure = figures.groups(runs)
+    figure = figures.plot_groups(runs)
     assert figure is not None
     (legend,) = figure.legends
     shown = [to_hex(patch.get_facecolor()).upper() for patch in legend.get_patches()]
