@@ -97,7 +97,7 @@ def _new_figure(width: float = 6.4, height: float = 3.8, columns: int = 1) -> tu
 
 
 def line_styles(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Each run's line style, by its method; a second run of a method keeps the colour, with other dashes and markers."""
+    """Each run's line style, by its method; a method's second run has the same colour, other dashes and markers."""
     out: list[dict[str, Any]] = []
     turns: Counter[str] = Counter()
     for run in runs:

@@ -82,7 +82,7 @@ class Journal:
 
 
 def read(path: Path, offset: int = 0) -> Iterator[tuple[int, Record]]:
-    """(end of the line, record) of every complete line from `offset` on. A line that is not JSON is logged and skipped."""
+    """(end of the line, record) of every complete line from `offset` on. A line that is not JSON is skipped."""
     if not path.is_file():
         return
     with path.open("rb") as file:

@@ -56,7 +56,8 @@ def test_a_checkpoint_of_version_0_1_opens_with_its_own_labels(old_shards: str) 
     assert opened.position == {
         "stage": 1, "epoch": 1, "epoch_started": False, "pass_index": 0, "step": 0, "global_step": 7,
     }  # fmt: skip
-    assert [len(answer.scores) for answer in opened.model.predict(pictures(old_shards)) if answer.scores is not None] == [10] * 8  # fmt: skip
+    predictions = list(opened.model.predict(pictures(old_shards)))
+    assert [None if one.scores is None else len(one.scores) for one in predictions] == [10] * 8
     assert opened.model.method.data.given.tolist() == open_split(old_shards).given.tolist()
 
 

@@ -132,7 +132,7 @@ def resume(*changed: str) -> None:
 def test_a_resumed_run_may_change_where_and_how_fast_it_runs() -> None:
     resume(
         "output=elsewhere", "engine=deepspeed", "shards.url=s3://bucket/shards", "shards.noise=0.2", "data.threads=8",
-        "data.cache.folder=/scratch", "model.channels_last=true", "model.compile=true", "model.pretrained=/mnt/x.safetensors",
+        "data.cache.folder=/scratch", "model.channels_last=true", "model.compile=true", "model.pretrained=/mnt/w",
         "train.device=cpu", "tracking.tags={team: a}", "deepspeed.config=ds.json", "method.neighbour_block=16",
     )  # fmt: skip
 
