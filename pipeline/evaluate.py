@@ -32,7 +32,7 @@ def judge(opened: OpenedRun, shards: str, name: str, world: World) -> Evaluation
     loader = open_loader(split, model.config.data, model.config.seed, world)
     labels = split.true if (split.true >= 0).any() else split.given
     counts = model.clean_counts  # a class is many, medium or few by what the model was trained on
-    found = evaluate(model.method, loader.survey(), labels, counts, world, StepSync(world), model.autocast)
+    found = evaluate(model.method, name, loader.survey(), labels, counts, world, StepSync(world), model.autocast)
     if model.partial:
         found.metrics = {key: value for key, value in found.metrics.items() if key.count("/") == 1}
     return found
@@ -85,9 +85,8 @@ def _print(name: str, opened: OpenedRun, result: Evaluation) -> None:
     from rich.table import Table
 
     console = Console(width=None if Console().is_terminal else 100)
-    shown = {
-        key.removeprefix("test/"): value for key, value in result.metrics.items() if "top" in key or key.count("/") == 1
-    }
+    known = {key.removeprefix(f"{name}/"): value for key, value in result.metrics.items()}
+    shown = {key: value for key, value in known.items() if "top" in key or "/" not in key}
     console.print(f"{opened.name} on {name}: " + "  ".join(f"{key} {value:.2f}" for key, value in shown.items()))
     if len(opened.model.classes) > 20:
         return

@@ -35,8 +35,6 @@ ENOUGH_SHARDS, FEWEST_SAMPLES = 32, 512  # small sets get smaller shards: work f
 PATIENCE = 1800.0  # seconds a rank waits for the others without any news
 _SPLITS = "train|test|imagenet"
 _OURS = re.compile(rf"(({_SPLITS})-\d{{6}}\.tar|({_SPLITS}|rejected)\.parquet|({_SPLITS})\.beton)")
-# One machine's paths, nobody else's business: not in the manifest.
-LOCAL = ("path", "root", "labels", "imagenet", "validation_path")
 
 
 def read_record(store: Store) -> dict[str, Any] | None:
@@ -283,7 +281,7 @@ class Build:
                 reasons={kind: kinds.count(kind) for kind in sorted(set(kinds))},
                 table=table,
             ),
-            options={key: value for key, value in self.config.content().items() if key not in LOCAL},
+            options=self.config.content(inputs=False),
         )
         if self.config.format != "tar":
             from shards.beton import add_betons

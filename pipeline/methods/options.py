@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from shards.base.settings import Settings
+from shards.base.settings import NoEffect, Settings
 
 if TYPE_CHECKING:
     from pipeline.methods.base import Method
@@ -54,7 +54,7 @@ class Prototypical(Settings):
     min_score: NonNegativeFloat = Field(0.0, description="drop samples whose largest score is not above this (0.02 in the released CIFAR-100 config)")
     cleaning: bool = Field(True, description="false: clean-data variant, no refinement, all weights 1")
     stale_prototypes: bool = Field(False, description="evaluate with the prototypes of the epoch's start, as the released code does; both are logged")
-    neighbour_block: PositiveInt = Field(1024, description="rows per block of the neighbour search; bounds its memory")
+    neighbour_block: NoEffect[PositiveInt] = Field(1024, description="rows per block of the neighbour search; bounds its memory")
 
 
 class LDAM(Settings):
@@ -214,7 +214,7 @@ class RRL(Settings):
     reconstruction: NonNegativeFloat = Field(1.0, description="weight of the reconstruction of features from embeddings")
     mixup: NonNegativeFloat = Field(8.0, description="Beta(a,a) of the mixing in the prototype loss; 0 = no mixing")
     mixup_views: Literal["both", "weak"] = Field("both", description="views that are mixed: weak and strong, or weak only to save memory")
-    neighbour_block: PositiveInt = Field(256, description="rows per block of the neighbour search; bounds its memory")
+    neighbour_block: NoEffect[PositiveInt] = Field(256, description="rows per block of the neighbour search; bounds its memory")
 
 
 class MoPro(Settings):

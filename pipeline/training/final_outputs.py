@@ -53,6 +53,7 @@ def write_final_outputs(trainer: Trainer, folder: Path) -> dict[str, Any] | None
     config, split = trainer.config, trainer.train_split
     confidence = evaluate(
         trainer.method,
+        "train",
         trainer.loader.survey(),
         split.given,
         split.clean_counts,

@@ -41,7 +41,7 @@ from pipeline.tracking.tracker import NullTracker
 from pipeline.training.lr_schedule import lr_at
 from shards.base.errors import UserError
 from shards.base.redact import redact_all
-from shards.base.settings import flatten
+from shards.base.settings import Effect, effect_of, flatten
 from shards.reader import Split
 
 STEPS = "steps"  # among the summed losses: how many steps were summed
@@ -180,8 +180,8 @@ class Trainer:
         if self.method.surveys_after_epoch():
             self.next_survey = self._survey()
         self.method.end_epoch(self.next_survey)
-        for name, result in self.evaluate_all().items():
-            self.epoch_metrics |= {key.replace("test/", f"{name}/", 1): value for key, value in result.metrics.items()}
+        for result in self.evaluate_all().values():
+            self.epoch_metrics |= result.metrics
         self._reduce_losses()
         self.epoch_metrics |= {
             "train/lr": lr,
@@ -233,6 +233,7 @@ class Trainer:
             counts = self.train_split.clean_counts
             self.last_evaluation[name] = evaluate(
                 self.method,
+                name,
                 batches,
                 labels,
                 counts,
@@ -374,12 +375,6 @@ class Trainer:
         self.wait_seconds = effort.get("wait_seconds", 0.0)  # missing in older checkpoints
 
 
-MAY_CHANGE = ("output", "engine", "deepspeed", "checkpoint", "tracking", "table_cell", "train.device", "train.log_every",
-              "train.timeout", "train.max_bad_steps", "train.deadline_minutes", "train.stop_file", "train.sample_log",
-              "data.threads", "data.prefetch", "data.cache", "data.loader", "data.max_bad", "shards",
-              "model.compile", "model.channels_last", "model.checkpoint_activations", "model.pretrained")  # fmt: skip
-
-
 def check_resumable(config: Config, split: Split, tree: dict[str, Any], name: str) -> None:
     """Refuse a checkpoint of another training, saying how it differs."""
     advice = "Give another `output` to start anew, or restore the settings to go on."
@@ -388,9 +383,7 @@ def check_resumable(config: Config, split: Split, tree: dict[str, Any], name: st
     if tree["config"]["method"]["name"] != config.method.name:
         raise UserError(f"Checkpoint {name} is one of method.name={tree['config']['method']['name']}. {advice}")
     then, now = flatten(tree["config"]), flatten(config.model_dump(mode="json"))
-    fixed = [
-        k for k in sorted(then.keys() | now.keys()) if not any(k == m or k.startswith(m + ".") for m in MAY_CHANGE)
-    ]
+    fixed = [key for key in sorted(then.keys() | now.keys()) if effect_of(Config, key) is Effect.RESULT]
     changed = [f"{key} was {then.get(key)!r}, is {now.get(key)!r}" for key in fixed if then.get(key) != now.get(key)]
     if changed:
         raise UserError(f"Checkpoint {name} was made with other settings: {'; '.join(changed[:8])}. {advice}")

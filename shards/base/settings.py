@@ -6,8 +6,11 @@ Every command reads its settings here; `cli.py` is the command line around it. N
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
+from enum import Enum
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -24,7 +27,18 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
+class Effect(Enum):
+    """What a setting decides. A field without a mark changes the result."""
+
+    RESULT = "changes the result"  # fixed on resume; runs that differ in it are never averaged
+    INPUT = "may change on resume"  # path of an input: it decides the result until it is read, then it may move
+    NONE = "only where or how fast"  # place, speed, memory, logs, limits: a finished result is the same
+
+
 S = TypeVar("S", bound=Settings)
+T = TypeVar("T")
+Input = Annotated[T, Effect.INPUT]
+NoEffect = Annotated[T, Effect.NONE]
 Tree = dict[str, Any]
 
 
@@ -124,6 +138,36 @@ def flatten(tree: Tree, prefix: str = "") -> dict[str, Any]:
         else:
             out[prefix + str(key)] = value
     return out
+
+
+@cache
+def effects(schema: type[Settings]) -> dict[str, Effect]:
+    """The mark of every setting by dotted name. A mark on a group holds for all settings inside it."""
+    out: dict[str, Effect] = {}
+    for key, effect in _walk_effects(schema, "", None):
+        # Methods may share an option's name; the name counts if it counts for one of them.
+        out[key] = Effect.RESULT if out.get(key, effect) is not effect else effect
+    return out
+
+
+def _walk_effects(schema: type[Settings], prefix: str, group: Effect | None) -> Iterator[tuple[str, Effect]]:
+    for key, field in schema.model_fields.items():
+        mark = group or next((item for item in field.metadata if isinstance(item, Effect)), None)
+        models = models_of(field)
+        for model in models:
+            yield from _walk_effects(model, f"{prefix}{key}.", mark)
+        if not models:
+            yield prefix + key, mark or Effect.RESULT
+
+
+def effect_of(schema: type[Settings], key: str) -> Effect:
+    """The mark of a dotted name, also of an entry of a mapping (`tracking.tags.team`). Unknown names change the result."""
+    known = effects(schema)
+    while key:
+        if key in known:
+            return known[key]
+        key = key.rpartition(".")[0]
+    return Effect.RESULT
 
 
 def _sentence(schema: type[Settings], item: Any) -> str:

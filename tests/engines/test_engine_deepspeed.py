@@ -130,7 +130,7 @@ def uneven_evaluation(world: World, url: str, settings: str) -> tuple[dict[str, 
         batches = zip(index[mine].split(16), images[mine].split(16))
         counts = bench.train.clean_counts
         off = autocast_for("fp32", world.device)
-        return evaluate(bench.method, batches, given, counts, world, StepSync(world), off, idle).metrics
+        return evaluate(bench.method, "test", batches, given, counts, world, StepSync(world), off, idle).metrics
 
     assert bench.engine.inner.optimizer.persistent_parameters == []  # type: ignore[attr-defined]
     cut = judged(bench.engine.dummy_forward)

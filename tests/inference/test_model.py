@@ -92,11 +92,11 @@ def test_what_is_no_picture_is_told_and_the_others_are_answered() -> None:
 @pytest.mark.parametrize(
     ("file", "text", "told"),
     [
-        ("model.json", b"x", "does not hold a whole model"),
+        ("model.json", b"x", "does not hold a complete model"),
         ("model.json", b'{"format": 9}', "not of format 1"),
         ("model.json", b'{"format": 1}', "classes"),
-        ("weights.safetensors", b"half", "does not hold a whole model"),
-        ("weights.safetensors", None, "does not hold a whole model"),
+        ("weights.safetensors", b"half", "does not hold a complete model"),
+        ("weights.safetensors", None, "does not hold a complete model"),
     ],
 )
 def test_a_damaged_model_is_told_by_a_sentence(tmp_path: Path, file: str, text: bytes | None, told: str) -> None:

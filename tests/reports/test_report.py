@@ -11,9 +11,9 @@ import pytest
 from mlflow_store import client_of
 from trained import ROOT, Trained
 
-from pipeline import report
 from pipeline.config import TrackingConfig
-from pipeline.reports import run_table
+from pipeline.reports import report, run_table
+from pipeline.reports.document import Document
 from pipeline.reports.run_table import PAPER, Result, compare, mean_of, paper_tables
 from pipeline.tracking.__main__ import replay
 from pipeline.tracking.tracker import Tracker
@@ -74,7 +74,7 @@ def test_seeds_become_mean_and_spread_with_their_run_ids() -> None:
 
 
 def test_a_number_of_ours_stands_in_one_line_with_its_scale_and_its_runs(tmp_path: Path) -> None:
-    doc = report.Document(tmp_path)
+    doc = Document(tmp_path)
     runs = [result("aaa", seed=0, last=60.0), result("bbb", seed=1, last=64.0)]
     report.paper(doc, [*runs, result("ccc", "cross_entropy", last=30.0, **{"train.epochs": "30"})])
     ours = [line for line in doc.markdown if line.startswith("| rho=") and "not run" not in line]
@@ -150,7 +150,7 @@ def test_a_seed_that_was_run_twice_counts_once_and_the_older_run_is_named(tmp_pa
     (row,) = next(iter(compare(runs).values()))
     assert [run.run_id for run in row.runs] == ["b", "c"]
     assert [run.run_id for run in row.repeated] == ["a"]
-    doc = report.Document(tmp_path)
+    doc = Document(tmp_path)
     report.comparison(doc, runs)
     assert "the newest counts. Left out: a." in "\n".join(doc.markdown)
 
