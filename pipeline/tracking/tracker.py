@@ -77,38 +77,30 @@ class Tracker(NullTracker):
         self,
         config: TrackingConfig,
         folder: Path,
-        name: str,
-        params: dict[str, object],
-        tags: dict[str, str],
-        state: dict[str, Any] | None = None,
+        journal: Journal,
+        job: str,
+        run_id: str | None,
+        began: int,
+        kept: int,
+        lost: bool,
     ) -> None:
-        self.config, self.folder = config, Path(folder)
-        self.path = self.folder / JOURNAL
-        self.run_id = (state or {}).get("run_id")
-        start: Record = {
-            "kind": "start",
-            "experiment": config.experiment,
-            "name": config.run_name or name,
-            "params": redact_all({key: str(value) for key, value in params.items()}),
-            "tags": redact_all(tags | config.tags | ({"mlflow.parentRunId": config.parent} if config.parent else {})),
-        }
-        start["job"], keep = self._continue_or_set_aside(start, state)
-        self._journal = Journal(self.path, keep)
-        self._kept = self._journal.size
-        self.lost = self._kept < keep
-        self._began = self._first_start() or now()
-        start["tags"] |= {"mlflow.user": _user(), "mlflow.source.name": "pipeline.train", **_commit()}
-        if "method" in tags:
-            start["tags"]["mlflow.runColor"] = style(tags["method"])["color"]
-        self._journal.append({**start, "time": now()})
-        self._job = start["job"]
+        self.config, self.folder, self.path = config, folder, journal.path
+        self.run_id, self.lost = run_id, lost
+        self._journal, self._job = journal, job
+        self._began, self._kept = (
+            began,
+            kept,
+        )  # first start of the job in ms; bytes of the journal from earlier attempts
         self._wake, self._closing = threading.Event(), threading.Event()
         self._failures = 0
         self._logged = threading.Event()  # the trainer has logged something
         self._threads: list[threading.Thread] = []
-        if config.system_metrics:
-            self._start(self._sample_loop, "tracking-sampler")
-        self._start(self._sync_loop, "tracking-sync")
+
+    def start(self) -> None:
+        """Start the threads that sample the machine and send the journal to MLflow."""
+        if self.config.system_metrics:
+            self._start_thread(self._sample_loop, "tracking-sampler")
+        self._start_thread(self._sync_loop, "tracking-sync")
 
     # -- what the trainer calls --------------------------------------------------------------------
 
@@ -148,29 +140,6 @@ class Tracker(NullTracker):
             )  # fmt: skip
         return left == 0
 
-    # -- the start of the journal ------------------------------------------------------------------
-
-    def _continue_or_set_aside(self, start: Record, state: dict[str, Any] | None) -> tuple[str, int]:
-        """(job, bytes of the journal to keep). A journal of another job is put aside, never overwritten."""
-        old, ended = None, False
-        for _, record in journal.read(self.path):
-            old = record if record.get("kind") == "start" else old
-            ended = record.get("kind") == "end"
-        if state and (old is None or old["job"] == state.get("job")):
-            return state["job"], int(state.get("offset", 0))
-        job = state["job"] if state else uuid.uuid4().hex
-        if old is not None:
-            if not state and not ended and old["params"] == start["params"]:
-                return old["job"], 0  # it died before its first checkpoint and starts again: the same run
-            aside = self.folder / f"journal-{old['job'][:8]}.jsonl"
-            for suffix in ("", ".shipped"):
-                with contextlib.suppress(FileNotFoundError):
-                    os.replace(f"{self.path}{suffix}", f"{aside}{suffix}")
-        return job, 0
-
-    def _first_start(self) -> int | None:
-        return next((int(record["time"]) for _, record in journal.read(self.path)), None)
-
     def _inside(self, path: str | Path) -> str:
         """Relative to the run's folder where possible, so that a copied folder can still be replayed."""
         absolute = Path(path).resolve()
@@ -179,7 +148,7 @@ class Tracker(NullTracker):
 
     # -- the threads -------------------------------------------------------------------------------
 
-    def _start(self, work: Any, name: str) -> None:
+    def _start_thread(self, work: Any, name: str) -> None:
         thread = threading.Thread(target=work, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -239,6 +208,56 @@ class Tracker(NullTracker):
         first = sorted(metrics, key=lambda key: key != "test/top1")
         values = {key: float(metrics[key]) for key in first}
         self._journal.append({"kind": "metrics", "time": now(), "step": int(step), "values": values})
+
+
+def start_tracker(
+    config: TrackingConfig,
+    folder: Path,
+    name: str,
+    params: dict[str, object],
+    tags: dict[str, str],
+    state: dict[str, Any] | None = None,
+) -> Tracker:
+    """Open the run's journal, write its start and begin to send it. `state` comes from a checkpoint."""
+    path = Path(folder) / JOURNAL
+    parent = {"mlflow.parentRunId": config.parent} if config.parent else {}
+    color = {"mlflow.runColor": style(tags["method"])["color"]} if "method" in tags else {}
+    source = {"mlflow.user": _user(), "mlflow.source.name": "pipeline.train", **_commit()}
+    start: Record = {
+        "kind": "start",
+        "experiment": config.experiment,
+        "name": config.run_name or name,
+        "params": redact_all({key: str(value) for key, value in params.items()}),
+        "tags": redact_all(tags | config.tags | parent) | source | color,
+    }
+    start["job"], keep = _continue_or_set_aside(path, start, state)
+    opened = Journal(path, keep)
+    kept = opened.size
+    began = next((int(record["time"]) for _, record in journal.read(path)), None) or now()
+    opened.append({**start, "time": now()})
+    run_id = (state or {}).get("run_id")
+    tracker = Tracker(config, Path(folder), opened, start["job"], run_id, began, kept, lost=kept < keep)
+    tracker.start()
+    return tracker
+
+
+def _continue_or_set_aside(path: Path, start: Record, state: dict[str, Any] | None) -> tuple[str, int]:
+    """(job, bytes of the journal to keep). A journal of another job is renamed, never overwritten."""
+    old, ended = None, False
+    for _, record in journal.read(path):
+        old = record if record.get("kind") == "start" else old
+        ended = record.get("kind") == "end"
+    if state and (old is None or old["job"] == state.get("job")):
+        return state["job"], int(state.get("offset", 0))
+    job = state["job"] if state else uuid.uuid4().hex
+    if old is not None:
+        if not state and not ended and old["params"] == start["params"]:
+            return old["job"], 0  # it died before its first checkpoint and starts again: the same run
+        aside = path.with_name(f"journal-{old['job'][:8]}.jsonl")
+        for suffix in ("", ".shipped"):
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(f"{path}{suffix}", f"{aside}{suffix}")
+    return job, 0
 
 
 def now() -> int:

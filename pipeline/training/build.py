@@ -18,7 +18,7 @@ from pipeline.engines import make_engine
 from pipeline.methods.base import Method
 from pipeline.methods.options import load_method
 from pipeline.process.stop_request import StopRequest
-from pipeline.tracking.tracker import NullTracker, Tracker
+from pipeline.tracking.tracker import NullTracker, start_tracker
 from pipeline.training import run_folder
 from pipeline.training.trainer import OnBatch, Trainer, TrainingData, check_resumable
 from shards.base.errors import UserError
@@ -119,7 +119,7 @@ def _build_tracker(config: Config, world: World, folder: Path, train: Split, res
     }
     params = flatten(config.model_dump(mode="json"))
     name = run_folder.run_name(config, manifest.source, bias.rho, bias.noise)
-    tracker = Tracker(config.tracking, folder, name, params, tags, resume.tree["tracking"] if resume else None)
+    tracker = start_tracker(config.tracking, folder, name, params, tags, resume.tree["tracking"] if resume else None)
     tracker.dataset(
         {
             "name": manifest.source,

@@ -16,7 +16,7 @@ from pipeline.reports import report, run_table
 from pipeline.reports.document import Document
 from pipeline.reports.run_table import PAPER, Result, compare, mean_of, paper_tables
 from pipeline.tracking.__main__ import replay
-from pipeline.tracking.tracker import Tracker
+from pipeline.tracking.tracker import start_tracker
 from shards.base.errors import UserError
 
 pytest_plugins = ["mlflow_fixtures"]
@@ -187,7 +187,7 @@ def test_runs_of_others_are_left_alone_and_one_that_never_came_to_an_epoch_is_li
 ) -> None:
     client = client_of(database)
     client.log_metric(client.create_run("0", run_name="of others").info.run_id, "rmse", 1.0)
-    tracker = Tracker(TrackingConfig(uri="", system_metrics=False), tmp_path, "early", {}, {"method": "ldam"})
+    tracker = start_tracker(TrackingConfig(uri="", system_metrics=False), tmp_path, "early", {}, {"method": "ldam"})
     tracker.finish("FAILED")
     replay(tmp_path, f"sqlite:///{database}")
     report.write_report(f"sqlite:///{database}", [], tmp_path)

@@ -19,7 +19,7 @@ from pipeline.config import TrackingConfig
 from pipeline.tracking import tracker as tracking
 from pipeline.tracking.__main__ import replay
 from pipeline.tracking.journal import Journal, lock
-from pipeline.tracking.tracker import NullTracker, Tracker, journal
+from pipeline.tracking.tracker import NullTracker, Tracker, journal, start_tracker
 from shards.base.errors import UserError
 from shards.base.redact import redact
 
@@ -38,7 +38,7 @@ def config(database: Path | None = None, **more: object) -> TrackingConfig:
 
 
 def start(config: TrackingConfig, folder: Path, state: dict | None = None, **params: object) -> Tracker:
-    return Tracker(
+    return start_tracker(
         config, folder, "digits prototypical seed=0", {**PARAMS, **params}, {"method": "prototypical"}, state
     )
 
@@ -67,10 +67,10 @@ def lines(folder: Path, kind: str = "metrics") -> list[dict]:
 
 def test_without_a_uri_there_is_only_the_journal_and_mlflow_is_never_imported(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from pipeline.tracking.tracker import Tracker\n"
+        "import sys; from pathlib import Path; from pipeline.tracking.tracker import start_tracker\n"
         "from pipeline.config import TrackingConfig\n"
         f"folder = Path({str(tmp_path)!r})\n"
-        "t = Tracker(TrackingConfig(uri='', system_metrics=False), folder, 'run', {}, {})\n"
+        "t = start_tracker(TrackingConfig(uri='', system_metrics=False), folder, 'run', {}, {})\n"
         "t.log(1, {'test/top1': 50.0}); assert t.finish('FINISHED'); assert t.run_id is None\n"
         "assert 'mlflow' not in sys.modules and 'torch' not in sys.modules"
     )
@@ -198,7 +198,7 @@ def test_replay_keeps_away_from_a_journal_whose_job_is_alive(database: Path, tmp
     alive = start(config(database), tmp_path / "run")
     while not alive.run_id:
         pass
-    with pytest.raises(UserError, match="still running, or by another replay"):
+    with pytest.raises(UserError, match="still running, or another replay"):
         replay(tmp_path / "run", f"sqlite:///{database}")
     alive.finish("FINISHED")
 

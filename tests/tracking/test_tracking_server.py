@@ -16,7 +16,7 @@ from mlflow_store import Server, history, runs_in
 from pipeline.config import TrackingConfig
 from pipeline.tracking import tracker as tracking
 from pipeline.tracking.__main__ import replay
-from pipeline.tracking.tracker import Tracker
+from pipeline.tracking.tracker import Tracker, start_tracker
 
 pytest_plugins = ["mlflow_fixtures"]
 
@@ -41,7 +41,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def start(uri: str, folder: Path, experiment: str) -> Tracker:
     config = TrackingConfig(uri=uri, experiment=experiment, system_metrics=False)
-    return Tracker(config, folder, "run", {"seed": 0}, {})
+    return start_tracker(config, folder, "run", {"seed": 0}, {})
 
 
 def wait_until(true: Callable[[], bool], seconds: float = 60) -> None:
