@@ -19,6 +19,7 @@ import pyarrow.parquet
 from shards import bias, manifest
 from shards.base.errors import UserError
 from shards.base.progress import Log, Progress
+from shards.base.redact import redact
 from shards.base.storage import Store
 from shards.config import BuildConfig
 from shards.manifest import FileInfo, Manifest, RejectedInfo, ShardInfo, SplitInfo
@@ -85,7 +86,7 @@ class Build:
             raise
         except OSError as error:
             raise UserError(
-                f"Writing to {self.store} failed: {error}. Make room, check the rights or choose another output, "
+                f"Writing to {self.store} failed: {redact(str(error))}. Make room, check the rights or choose another output, "
                 "then run the same command again: finished shards are kept."
             ) from None
 

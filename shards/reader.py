@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from shards import manifest
 from shards.base.errors import UserError
+from shards.base.redact import redact
 from shards.base.storage import store_at
 from shards.cache import Cache, NoRoom
 from shards.config import CacheConfig
@@ -152,16 +153,19 @@ class Split:
             if there.get(file.name) != file.bytes:
                 self._refuse(file, there.get(file.name))
 
+    def _shown(self, name: str) -> str:
+        return redact(self.store.at(name))
+
     def _refuse(self, file: FileInfo, size: int | None) -> None:
         what = "is missing" if size is None else f"has {size} bytes instead of {file.bytes}"
         raise UserError(
-            f"Shard {self.store.at(file.name)} {what}. Copy it again from where it came, or remove the "
+            f"Shard {self._shown(file.name)} {what}. Copy it again from where it came, or remove the "
             "folder and build the shards anew."
         )
 
     def _altered(self, name: str) -> UserError:
         return UserError(
-            f"Shard {self.store.at(name)} was altered: its sha256 is not that of the manifest. Copy it again "
+            f"Shard {self._shown(name)} was altered: its sha256 is not that of the manifest. Copy it again "
             "from where it came, or remove the folder and build the shards anew."
         )
 
@@ -209,9 +213,7 @@ class Split:
             fine = fine and bool(((self._offset >= 0) & (self._size >= 0)).all())
             fine = fine and bool((self._offset + self._size <= sizes[self._shard]).all())
         if not fine:
-            raise UserError(
-                f"{self.store.at(self.info.table.name)} is damaged: it points outside its shards or classes."
-            )
+            raise UserError(f"{self._shown(self.info.table.name)} is damaged: it points outside its shards or classes.")
 
     def _map(self, number: int) -> mmap.mmap:
         """The memory map of a shard; the first one to ask fetches and checks it."""

@@ -52,7 +52,7 @@ def with_retries(action: Callable[[], T], what: str, deadline: float = 60.0) -> 
         except FileNotFoundError:
             raise UserError(f"{what} is missing, or its bucket. Check the address.") from None
         except Exception as error:
-            text = str(error) or type(error).__name__
+            text = redact(str(error)) or type(error).__name__  # HTTP clients put the signed URL into their errors
             if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
                 raise UserError(f"{what} may not be read or written: {text}. Check the credentials.") from None
             if getattr(error, "errno", None) == errno.ENOSPC:
@@ -290,19 +290,25 @@ class RemoteStore(Store):
 
 
 def store_at(url: str) -> Store:
-    """The place a folder or URL names; refuses what could run something or carries a password."""
-    scheme = urlsplit(url).scheme if "://" in url else ""
+    """The store at a folder or URL. Refuses schemes that could run a program, and URLs with a password."""
+    try:
+        parts = urlsplit(url) if "://" in url else None
+    except ValueError as error:
+        raise UserError(f"'{redact(url)}' is not a URL ({error}). Write a path, or s3://bucket/folder.") from None
+    scheme = parts.scheme if parts else ""
     if scheme and scheme not in SCHEMES:
         known = ", ".join(SCHEMES)
         raise UserError(f"'{redact(url)}': shards are not read from {scheme}:// URLs. Known: {known}.")
     if not scheme and re.match(r"[a-z][a-z0-9]*:", url):
         raise UserError(f"'{redact(url)}' is neither a folder nor a URL. Write a path, or s3://bucket/folder.")
-    if scheme and "@" in urlsplit(url).netloc:
+    if redact(url).startswith(f"{scheme}://***@"):
         raise UserError(f"{redact(url)} carries a password. Give credentials by environment variables instead.")
     if scheme == "file":
         path = unquote(url.removeprefix("file://"))
         if not path.startswith("/"):
-            raise UserError(f"'{url}' names no place: after file:// comes a whole path, as in file:///data/shards.")
+            raise UserError(
+                f"'{redact(url)}' is not a folder: after file:// comes an absolute path, as in file:///data/shards."
+            )
         return LocalStore(path)
     if not scheme:
         return LocalStore(os.path.expanduser(url))

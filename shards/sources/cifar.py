@@ -22,6 +22,7 @@ from PIL import Image
 from shards.base.errors import UserError
 from shards.base.files import file_lock
 from shards.base.progress import Log
+from shards.base.redact import one_line
 from shards.config import BuildConfig
 from shards.sources import Collection, SourceTable
 from shards.sources.labels import with_labels
@@ -223,7 +224,7 @@ def _download(name: str, root: Path, log: Log) -> None:
             return
         log("What came is not the published archive (md5 differs).")
     except (OSError, http.client.HTTPException) as error:
-        log(f"That did not work: {error}")
+        log(f"That did not work: {one_line(error)}.")
     finally:
         temporary.unlink(missing_ok=True)
     if name == "cifar10" and shutil.which("npm"):
@@ -232,7 +233,7 @@ def _download(name: str, root: Path, log: Log) -> None:
         try:
             subprocess.run(command, cwd=root, capture_output=True, timeout=900, check=True)
         except (OSError, subprocess.SubprocessError) as error:
-            log(f"That did not work either: {error}")
+            log(f"That did not work either: {one_line(error)}.")
 
 
 def _how_to_fetch(name: str, root: Path) -> str:
