@@ -14,6 +14,8 @@ from shards.base.settings import Settings
 SourceName = Literal["digits", "cifar10", "cifar100", "webvision", "folder", "list"]
 NoiseKind = Literal["prior", "effective", "symmetric", "asymmetric", "none"]
 
+# Files of these names are taken for pictures, by builds and by predict.
+SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp")
 # Collections that are biased already: nothing is injected unless somebody asks for it.
 BIASED_BY_NATURE = ("webvision", "folder", "list")
 # Settings that change how or where a build happens, never what comes out of it.

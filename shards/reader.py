@@ -29,6 +29,7 @@ from shards.base.storage import store_at
 from shards.cache import Cache, NoRoom
 from shards.config import CacheConfig
 from shards.manifest import FileInfo, Manifest, ShardInfo
+from shards.picture import pixel_limit
 
 log = logging.getLogger(__name__)
 EAGER_BYTES = 1 << 30
@@ -88,6 +89,11 @@ class Split:
     def clean_counts(self) -> NDArray[np.int64]:
         """Samples by class before noise; as given where the truth is unknown."""
         return np.array(self.info.clean_counts, np.int64)
+
+    @property
+    def max_pixels(self) -> int:
+        """The pixel limit of the build: no sample should have more."""
+        return pixel_limit(self.manifest.options)
 
     def read(self, index: int) -> memoryview:
         """The encoded picture of a sample."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import mmap
 import tempfile
@@ -16,7 +15,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
-from PIL import Image
 from pydantic import Field
 
 from shards import manifest
@@ -29,8 +27,9 @@ from shards.base.storage import Store, store_at, with_retries
 from shards.bias import counts_of
 from shards.config import CacheConfig
 from shards.manifest import FileInfo, Manifest, ShardInfo, SplitInfo
-from shards.picture import EXTENSIONS
+from shards.picture import EXTENSIONS, open_picture, pixel_limit
 from shards.reader import read_manifest
+from shards.sources import Rejected
 from shards.tar import BLOCK, header
 
 ABOUT = "Check finished shards: hashes, counts, indices and, if asked, that every picture can be decoded."
@@ -42,7 +41,9 @@ Tell = Callable[[str], None]
 class VerifyConfig(Settings):
     url: str = Field(default="", description="the shards: a folder or URL (may be given without url=)")
     decode: bool = Field(default=False, description="decode every picture")
-    max_pixels: int = Field(default=100_000_000, ge=1, description="larger pictures count as wrong")
+    max_pixels: int = Field(
+        default=0, ge=0, description="larger pictures count as wrong; 0: the limit the shards were built with"
+    )
     cache: CacheConfig = Field(default_factory=CacheConfig, description="copies of remote shards, one at a time")
 
 
@@ -245,16 +246,13 @@ class _SplitCheck:
 
     def _decode(self, data: mmap.mmap, sample: dict[str, Any]) -> str | None:
         content = data[sample["offset"] : sample["offset"] + sample["size"]]
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                warnings.simplefilter("error", Image.DecompressionBombWarning)
-                with Image.open(io.BytesIO(content), formats=("JPEG", "PNG", "WEBP")) as image:
-                    if image.size[0] * image.size[1] > self.config.max_pixels:
-                        return f"too many pixels ({image.size[0]} x {image.size[1]})"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                with open_picture(content, self.config.max_pixels or pixel_limit(self.about.options)) as image:
                     image.load()
-        except Exception as error:  # decoders raise anything on broken bytes
-            return f"cannot be decoded ({type(error).__name__}: {error})"
+            except Rejected as reason:
+                return str(reason)
         return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import sys
 import tarfile
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pyarrow.parquet
 import pytest
 from shards_help import Build, fill, picture
 
+from pipeline.predict import find_pictures
 from shards.base.errors import UserError
 from shards.build import ensure
 from shards.config import BuildConfig, CacheConfig
@@ -44,6 +46,17 @@ class TestFolder:
         assert {*train.keys(), *test.keys()} >= {"bee/deep/er/UPPER.PNG", "bee/w.webp"}
         assert (train.true == -1).all()
         assert train.clean_counts.tolist() == train.info.given_counts
+
+    def test_build_and_predict_take_the_same_files_for_pictures(self, tmp_path: Path, build: Build) -> None:
+        root = fill(tmp_path / "in", {"ant": 5, "bee": 5})
+        for number, suffix in enumerate((".jfif", ".jpe", ".JPEG", ".webp", ".txt", ".gif")):
+            (root / "bee" / f"x{suffix}").write_bytes(picture(50 + number))
+        url = build(source="folder", path=str(root))
+        built = {*open_split(url).keys(), *open_split(url, "test").keys()}
+        predicted = {path.relative_to(root).as_posix() for path in find_pictures([str(root)], sys.stdin)}
+        assert built == predicted
+        assert "bee/x.jfif" in predicted
+        assert "bee/x.gif" not in predicted
 
     def test_a_second_folder_is_the_test_split(self, tmp_path: Path, build: Build) -> None:
         train = fill(tmp_path / "train", {"ant": 4, "bee": 3})
