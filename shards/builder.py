@@ -26,7 +26,7 @@ from shards.manifest import FileInfo, Manifest, RejectedInfo, ShardInfo, SplitIn
 from shards.picture import Rules, check_and_convert
 from shards.plan import Plan, describe, make_plan
 from shards.sources import Collection, Rejected
-from shards.write import Job, Part, Task, load_part, part_name, shard_name, write_all
+from shards.write import JSON_FIELDS, Job, Part, Task, load_part, part_name, shard_name, write_all
 
 RECORD = "build.json"
 MADE_BY = "evenhand 0.1.0"
@@ -161,7 +161,9 @@ class Build:
 
     def _tasks(self, plans: dict[str, Plan]) -> Iterator[tuple[str, int, int, int, str]]:
         """(split, number, first index, end, digest) of every shard."""
-        salt = json.dumps(self.config.content(), sort_keys=True)
+        salt = json.dumps(
+            [self.config.content(), JSON_FIELDS], sort_keys=True
+        )  # shards in another spelling are not kept
         for split, plan in plans.items():
             size = self.sizes[split]
             for number, start in enumerate(range(0, len(plan), size)):

@@ -25,7 +25,7 @@ from shards.base.redact import redact
 from shards.base.settings import Settings
 from shards.base.storage import Store, store_at, with_retries
 from shards.bias import counts_of
-from shards.config import CacheConfig
+from shards.config import OLD_COLUMNS, CacheConfig
 from shards.manifest import FileInfo, Manifest, ShardInfo, SplitInfo
 from shards.picture import EXTENSIONS, open_picture, pixel_limit
 from shards.reader import read_manifest
@@ -230,16 +230,16 @@ class _SplitCheck:
             return "the tar header of the JSON is wrong", None
         body = data[place + BLOCK : place + BLOCK + length]
         place += BLOCK + length + -length % BLOCK
-        wanted = {
+        expected = {
             "index": index,
-            "label": sample["given"],
+            "given": sample["given"],
             "class": self.names.get(sample["given"]),
-            "true_label": sample["true"] if sample["true"] >= 0 else None,
+            "true": sample["true"] if sample["true"] >= 0 else None,
             "flipped": sample["flipped"],
             "key": sample["key"],
         }
         try:
-            same = json.loads(body) == wanted
+            same = json.loads(body) in (expected, {OLD_COLUMNS.get(key, key): expected[key] for key in expected})
         except ValueError:
             same = False
         return (None if same else "its JSON does not say what the table says"), place

@@ -60,7 +60,7 @@ def collect(config: BuildConfig, log: Log) -> Collection:
 def _read(path: str, config: BuildConfig) -> pa.Table:
     table = read_table(path, [config.path_column, config.label_column], (config.true_column, config.split_column))
     for setting, column, usual in (
-        ("true_column", config.true_column, "true_label"),
+        ("true_column", config.true_column, "true"),
         ("split_column", config.split_column, "split"),
     ):
         if column != usual and column not in table.column_names:

@@ -88,7 +88,7 @@ def test_a_cut_tar(shards: Path, where: str, capsys: pytest.CaptureFixture[str])
 def test_a_broken_header_checksum_and_a_changed_json_are_named(shards: Path, capsys) -> None:
     split = open_split(str(shards))
     change(shards / "train-000000.tar", int(split._offset[4]) - 512 + 148, b"7")
-    body = (shards / "train-000001.tar").read_bytes().index(b'"label": ')
+    body = (shards / "train-000001.tar").read_bytes().index(b'"given": ')
     change(shards / "train-000001.tar", body + 9, b"7")
     found = problems(shards, capsys)
     key = split.keys([4])[0]
