@@ -140,10 +140,6 @@ def hold_out(labels: NDArray[np.integer], rows: Ints, classes: int, fraction: fl
     return keep_rows(labels, rows, take, shuffled)
 
 
-def groups(counts: Ints) -> dict[str, list[int]]:
-    """Classes with many, a medium number of and few training samples."""
-    return {
-        "many": np.flatnonzero(counts > MANY).tolist(),
-        "medium": np.flatnonzero((counts >= FEW) & (counts <= MANY)).tolist(),
-        "few": np.flatnonzero(counts < FEW).tolist(),
-    }
+def class_groups(counts: NDArray[np.integer]) -> dict[str, NDArray[np.bool_]]:
+    """(K,) bool for each group: classes with many, a medium number of and few training samples, before noise."""
+    return {"many": counts > MANY, "medium": (counts >= FEW) & (counts <= MANY), "few": counts < FEW}

@@ -200,7 +200,7 @@ class Build:
                 yield Task(split, number, start, digest, rows, keys, *labels)
 
         try:
-            with Progress(total, "pictures", self.log) as progress:
+            with Progress(total, "pictures", self.log, bar=self.log is print) as progress:
                 write_all(tasks(), self.job, min(writers, len(mine)), progress.step)
         except KeyboardInterrupt:
             self.log("Finished shards are kept: the same command does the rest.")
@@ -280,7 +280,10 @@ class Build:
             classes=self.found.classes,
             splits=splits,
             bias=describe(self.found, train, self.config),
-            groups=bias.groups(train.clean_counts),
+            groups={
+                name: np.flatnonzero(members).tolist()
+                for name, members in bias.class_groups(train.clean_counts).items()
+            },
             rejected=RejectedInfo(
                 count=len(reasons),
                 reasons={kind: kinds.count(kind) for kind in sorted(set(kinds))},

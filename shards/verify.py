@@ -158,7 +158,7 @@ class _SplitCheck:
         if table is None:
             return
         start = 0
-        with Progress(self.info.samples, "samples", lambda text: None) as progress:
+        with Progress(self.info.samples, "samples", None, bar=True) as progress:
             for number, shard in enumerate(self.info.shards):
                 rows = table.slice(start, shard.samples).to_pydict()
                 with self.there.opened(shard) as path:
