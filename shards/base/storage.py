@@ -13,7 +13,8 @@ import tempfile
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -22,7 +23,9 @@ from shards.base.errors import Unreachable, UserError
 from shards.base.redact import redact
 
 T = TypeVar("T")
+CreateFile = Callable[[str], Any]  # from a file name to a binary file, open for writing
 SCHEMES = ("file", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hdfs", "http", "https")
+_TEMPORARY = ".tmp-"  # begins the names of folders that are not complete
 # Stores where an upload becomes visible whole or not at all; elsewhere a temporary name and a move do that.
 _ATOMIC = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 
@@ -67,6 +70,7 @@ class Store(ABC):
     """Files in one place; names are plain or one level deep (`.build/x`). Made by `store_at`."""
 
     root: Path | None = None  # the folder, if it is local
+    folders_appear_whole: bool  # `write_folder` shows nothing until all files are written
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -123,9 +127,26 @@ class Store(ABC):
     @abstractmethod
     def remove_folder(self, name: str) -> None: ...
 
+    @abstractmethod
+    def folders(self) -> list[str]:
+        """Names of the folders here."""
+
+    @abstractmethod
+    def write_folder(self, name: str) -> AbstractContextManager[CreateFile]:
+        """A new folder: the block creates its files in order. If it fails, nothing is left."""
+
+    @abstractmethod
+    def discard_folder(self, name: str, first: str) -> None:
+        """Remove a folder. If that is interrupted, its file `first` is gone already."""
+
+    @abstractmethod
+    def check_writable(self) -> None:
+        """Raises what stands in the way of `write_folder`, and removes what killed processes left."""
+
 
 class LocalStore(Store):
     root: Path
+    folders_appear_whole = True
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -181,8 +202,50 @@ class LocalStore(Store):
     def remove_folder(self, name: str) -> None:
         shutil.rmtree(self.root / name, ignore_errors=True)
 
+    def folders(self) -> list[str]:
+        return [entry.name for entry in os.scandir(self.root) if entry.is_dir()] if self.root.is_dir() else []
+
+    @contextlib.contextmanager
+    def write_folder(self, name: str) -> Iterator[CreateFile]:
+        temporary = self.root / f"{_TEMPORARY}{name}"
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+            temporary.mkdir(parents=True)
+            yield lambda file: (temporary / file).open("xb")
+            _flush_folder(temporary)
+            os.rename(temporary, self.root / name)
+            _flush_folder(self.root)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+    def discard_folder(self, name: str, first: str) -> None:
+        trash = self.root / f"{_TEMPORARY}old-{name}"
+        shutil.rmtree(trash, ignore_errors=True)
+        os.rename(self.root / name, trash)
+        shutil.rmtree(trash, ignore_errors=True)
+
+    def check_writable(self) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        for left in self.root.glob(f"{_TEMPORARY}*"):  # of a process that was killed while writing
+            shutil.rmtree(left, ignore_errors=True)
+        probe = self.root / f"{_TEMPORARY}probe"
+        probe.mkdir()
+        probe.rmdir()
+
+
+def _flush_folder(folder: Path) -> None:
+    """Make renames in a folder last through a power cut."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
 
 class RemoteStore(Store):
+    folders_appear_whole = False
+
     def __init__(self, url: str, scheme: str) -> None:
         super().__init__(url.rstrip("/"))
         self.scheme = scheme
@@ -287,6 +350,35 @@ class RemoteStore(Store):
                 self.fs.rm(self.at(name), recursive=True)
 
         self._with_retries(attempt, name)
+
+    def folders(self) -> list[str]:
+        """Everything at this level: object stores know no folders of their own."""
+
+        def ask() -> list[str]:
+            self.fs.invalidate_cache()
+            try:
+                return [path.rstrip("/").rsplit("/", 1)[-1] for path in self.fs.ls(self.at(""), detail=False)]
+            except FileNotFoundError:
+                return []
+
+        return self._with_retries(ask, "")
+
+    @contextlib.contextmanager
+    def write_folder(self, name: str) -> Iterator[CreateFile]:
+        try:
+            yield lambda file: self.fs.open(self.at(f"{name}/{file}"), "wb")
+        except BaseException:
+            self.remove_folder(name)
+            raise
+
+    def discard_folder(self, name: str, first: str) -> None:
+        self.remove(f"{name}/{first}")
+        self.remove_folder(name)
+
+    def check_writable(self) -> None:
+        probe = self.at(f"{_TEMPORARY}probe")
+        self.fs.pipe_file(probe, b"probe")
+        self.fs.rm_file(probe)
 
 
 def store_at(url: str) -> Store:

@@ -411,3 +411,59 @@ def test_a_copy_that_another_process_drops_just_now_is_fetched_again(
     assert there.keys() == keys
     assert all(there.read(index) == here.read(index) for index in range(len(here)))
     assert dropped
+
+
+@pytest.fixture(params=["local", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> storage.Store:
+    return storage.store_at(str(tmp_path / "store") if request.param == "local" else f"memory://{tmp_path.name}")
+
+
+def test_a_folder_is_written_listed_and_discarded(store: storage.Store) -> None:
+    store.check_writable()
+    assert store.folders() == []
+    with store.write_folder("one") as create:
+        for name in ("a", "b"):
+            with create(name) as file:
+                file.write(name.encode())
+        assert ("one" in store.folders()) != store.folders_appear_whole
+    assert store.folders() == ["one"]
+    assert (store.read("one/a", 9), store.read("one/b", 9)) == (b"a", b"b")
+    store.discard_folder("one", first="b")
+    assert store.folders() == []
+
+
+def test_a_folder_that_fails_leaves_nothing(store: storage.Store) -> None:
+    def fail() -> None:
+        with store.write_folder("one") as create:
+            with create("a") as file:
+                file.write(b"a")
+            raise OSError("no room")
+
+    store.check_writable()
+    with pytest.raises(OSError, match="no room"):
+        fail()
+    assert store.folders() == []
+
+
+def test_a_discarded_folder_loses_its_first_file_first(store: storage.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the process is killed in between: what is left must not look complete."""
+    with store.write_folder("one") as create:
+        for name in ("a", "b"):
+            with create(name) as file:
+                file.write(name.encode())
+
+    class Killed(BaseException):
+        pass
+
+    def kill(*_: object, **__: object) -> None:
+        if store.root is None or not (store.root / "one").exists():
+            raise Killed
+
+    monkeypatch.setattr(storage.shutil, "rmtree", kill)
+    monkeypatch.setattr(storage.RemoteStore, "remove_folder", kill)
+    with pytest.raises(Killed):
+        store.discard_folder("one", first="b")
+    monkeypatch.undo()
+    assert store.read("one/b", 9) is None
+    store.check_writable()
+    assert not [name for name in store.folders() if name.startswith(".tmp")]
