@@ -130,7 +130,8 @@ class Split:
     @property
     def flipped(self) -> NDArray[np.bool_]:
         """Where noise was injected."""
-        return self._column("flipped").to_numpy(zero_copy_only=False)
+        flipped: NDArray[np.bool_] = self._column("flipped").to_numpy(zero_copy_only=False)
+        return flipped
 
     @cached_property
     def _keys(self) -> pa.Array:
@@ -192,10 +193,10 @@ class Split:
                     raise
                 # Else another process made room for its own copies just now: fetch it again.
 
-    def _load_table(self) -> dict[str, NDArray]:
+    def _load_table(self) -> dict[str, NDArray[Any]]:
         if self.store.root:
             self._check_digest(str(self.store.root / self.info.table.name), self.info.table)
-        columns: dict[str, NDArray] = {}
+        columns: dict[str, NDArray[Any]] = {}
         table = pa.parquet.ParquetFile(self._open_table())
         if table.metadata.num_rows != len(self):
             raise self._altered(self.info.table.name)

@@ -90,9 +90,11 @@ def parse_override(text: str) -> Tree:
             value = float(value)
         elif " #" in raw:  # a path, not a comment
             value = raw
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    return value
+    *sections, last = key.split(".")
+    tree: Tree = {last: value}
+    for section in reversed(sections):
+        tree = {section: tree}
+    return tree
 
 
 def _is_number(text: str) -> bool:

@@ -285,7 +285,8 @@ class RemoteStore(Store):
     def _bytes(self, name: str) -> bytes | None:
         def ask() -> bytes | None:
             try:
-                return self.fs.cat_file(self.at(name))
+                data: bytes = self.fs.cat_file(self.at(name))
+                return data
             except FileNotFoundError:
                 return None
 

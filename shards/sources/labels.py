@@ -93,8 +93,8 @@ def to_numbers(column: pa.Array, classes: list[str], where: str) -> NDArray[np.i
             shown = ", ".join(classes[:5]) + (", ..." if len(classes) > 5 else "")
             raise UserError(f"{where}, row {row}: there is no class '{value}'. Classes are {shown}. Correct the label.")
         numbers.append(by_name[value] if value else -1)
-    table = np.array([*numbers, -1], np.int32)
-    return table[encoded.indices.fill_null(len(numbers)).to_numpy(zero_copy_only=False)]
+    indices: NDArray[np.int32] = encoded.indices.fill_null(len(numbers)).to_numpy(zero_copy_only=False)
+    return np.array([*numbers, -1], np.int32)[indices]
 
 
 def with_labels(found: Collection, config: BuildConfig) -> Collection:

@@ -131,7 +131,8 @@ def _is_test(column: pa.ChunkedArray, config: BuildConfig) -> NDArray[np.bool_]:
             f"{config.path}, row {unknown + 1}: '{column[unknown]}' in column '{config.split_column}' is no split. "
             "Write train or test."
         )
-    return test.to_numpy()
+    is_test: NDArray[np.bool_] = test.to_numpy()
+    return is_test
 
 
 def _trusted(rows: SourceTable) -> SourceTable:
