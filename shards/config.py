@@ -14,6 +14,10 @@ from shards.base.settings import Effect, Input, NoEffect, Settings, effects
 SourceName = Literal["digits", "cifar10", "cifar100", "webvision", "folder", "list"]
 NoiseKind = Literal["prior", "effective", "symmetric", "asymmetric", "none"]
 
+# Files of these names are taken for pictures, by builds and by predict.
+SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp")
+# What version 0.1 called the columns of labels. Lists in this spelling are still read.
+OLD_COLUMNS = {"given": "label", "true": "true_label"}
 # Collections that are biased already: nothing is injected unless somebody asks for it.
 BIASED_BY_NATURE = ("webvision", "folder", "list")
 # Files that some sources would never look at; whoever names one expects it to count.
@@ -27,6 +31,12 @@ _ONLY_FOR = {
 def _local(path: str) -> str:
     """Not every shell expands ~ behind `path=`, and some add a slash when they complete a folder."""
     return os.path.expanduser(path.rstrip("/") or path)
+
+
+def in_old_spelling(options: dict[str, Any]) -> dict[str, Any]:
+    """Options with the default columns of version 0.1. Only to compare and to name: shards built then are found again."""
+    columns = ("label_column", "true_column")
+    return {key: OLD_COLUMNS.get(value, value) if key in columns else value for key, value in options.items()}
 
 
 LocalPath = Annotated[str, AfterValidator(_local)]
@@ -78,8 +88,12 @@ class BuildConfig(Settings):
         description="source=digits/cifar: CSV or Parquet with one noisy label per training picture",
     )
     path_column: str = Field(default="path", description="lists: column of paths")
-    label_column: str = Field(default="label", description="lists: column of given labels (class names or numbers)")
-    true_column: str = Field(default="true_label", description="lists: column of true labels; may be absent")
+    label_column: str = Field(
+        default="given", description="lists: column of given labels (names or numbers); `label` if there is no `given`"
+    )
+    true_column: str = Field(
+        default="true", description="lists: column of true labels, may be absent; `true_label` if there is no `true`"
+    )
     split_column: str = Field(
         default="split", description="lists: column saying train or test (or is_valid); may be absent"
     )
@@ -176,6 +190,6 @@ class BuildConfig(Settings):
         """Where the shards are or will be."""
         if self.url or self.output:
             return self.url or self.output
-        digest = hashlib.sha256(json.dumps(self.content(), sort_keys=True).encode()).hexdigest()[:8]
+        digest = hashlib.sha256(json.dumps(in_old_spelling(self.content()), sort_keys=True).encode()).hexdigest()[:8]
         bias = f"rho{self.rho:g}-noise{self.noise:g}-seed{self.bias_seed}"
         return f"data/{self.source}-{bias}-{digest}"

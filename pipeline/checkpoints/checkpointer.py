@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
@@ -24,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.checkpoints import file_format
-from pipeline.checkpoints.file_format import MANIFEST, TEMPORARY, Damaged, Snapshot, Tree
+from pipeline.checkpoints.file_format import MANIFEST, Damaged, Snapshot, Tree
 from pipeline.checkpoints.upgrade import upgrade_checkpoint
 from pipeline.distributed.world import World
 from shards.base.errors import UserError
-from shards.base.storage import RemoteStore, Store, store_at
+from shards.base.storage import Store, store_at
 
 log = logging.getLogger(__name__)
 BROADCAST_BYTES = 256 << 20
@@ -216,22 +215,11 @@ _ADVICE: dict[int | None, str] = {
 
 def _try_folder(store: Store) -> str | None:
     """Why the store cannot be written; None if it can."""
-    name = f"{TEMPORARY}probe"
     try:
-        if isinstance(store, RemoteStore):
-            store.fs.pipe_file(store.at(name), b"probe")
-            store.fs.rm_file(store.at(name))
-        else:
-            root = file_format.local(store)
-            root.mkdir(parents=True, exist_ok=True)
-            for left in root.glob(f"{TEMPORARY}*"):  # of a process that was killed while writing
-                shutil.rmtree(left, ignore_errors=True)
-            (root / name).mkdir()
-            (root / name).rmdir()
+        store.check_writable()
     except (OSError, NotImplementedError) as error:
-        if isinstance(store, RemoteStore) and not isinstance(
-            error, PermissionError | FileNotFoundError | NotImplementedError
-        ):
+        permanent = (PermissionError, FileNotFoundError, NotImplementedError)
+        if store.root is None and not isinstance(error, permanent):
             raise  # a store that does not answer may answer at the next try
         reason = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
         advice = "Make it writable, or set checkpoint.url to another place."
@@ -252,7 +240,7 @@ def choose(store: Store, names: list[str]) -> tuple[Snapshot | None, dict[str, s
             refused[name] = f"Checkpoint {store}/{name} is not used: {error}."
             # A killed upload leaves objects without a manifest, and nothing is lost by that. A local folder
             # gets its name only when it is complete, so one without a manifest has been damaged.
-            lost = lost or not isinstance(store, RemoteStore) or store.size(f"{name}/{MANIFEST}") is not None
+            lost = lost or store.folders_appear_whole or store.size(f"{name}/{MANIFEST}") is not None
     if lost:
         raise UserError(
             "\n".join(refused.values()) + f"\nNo good checkpoint is left in {store}. "

@@ -28,6 +28,7 @@ from pipeline.data.keyed_random import uniform
 from pipeline.data.partition import MicroBatch, RankBatch, micro_batches, survey_batches
 from pipeline.distributed.world import World
 from shards.base.errors import UserError
+from shards.picture import MAX_PIXELS
 
 KEEP_BYTES = 256 << 20
 _AUGMIX = crc32(b"augmix")
@@ -80,6 +81,7 @@ class Loader:
 
     def __init__(self, split: Samples, config: DataConfig, seed: int, world: World, accumulate: int = 1) -> None:
         self.split, self.config, self.seed = split, config, seed
+        self._max_pixels = getattr(split, "max_pixels", MAX_PIXELS)
         self.world, self.accumulate = world, accumulate
         self.views = Views(config)
         self.given = np.asarray(split.given)
@@ -189,7 +191,7 @@ class Loader:
 
     def _decode_row(self, part: Part, row: int, data: Any) -> None:
         try:
-            picture, cut_short = decode(data, self.views.least)
+            picture, cut_short = decode(data, self.views.least, self._max_pixels)
         except DecodeError as error:
             part.bad[row] = str(error)
             part.pixels[:, row] = GREY

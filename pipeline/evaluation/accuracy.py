@@ -12,8 +12,9 @@ from torch import Tensor
 
 from pipeline.distributed.step_sync import StepSync
 from pipeline.distributed.world import World
-from pipeline.evaluation.metrics import accuracy, class_groups, group_accuracies
+from pipeline.evaluation.metrics import accuracy, group_accuracies
 from pipeline.methods.base import Method
+from shards.bias import class_groups
 
 
 @dataclass

@@ -9,15 +9,6 @@ from pipeline.methods.base import Beliefs
 GROUPS = ("many", "medium", "few")
 
 
-def class_groups(clean_counts: np.ndarray) -> dict[str, np.ndarray]:
-    """(K,) bool per group: more than 100, 20 to 100, fewer than 20 training samples (clean counts)."""
-    return {
-        "many": clean_counts > 100,
-        "medium": (clean_counts >= 20) & (clean_counts <= 100),
-        "few": clean_counts < 20,
-    }
-
-
 def accuracy(correct_K: np.ndarray, total_K: np.ndarray) -> float:
     return float(100 * correct_K.sum() / max(total_K.sum(), 1))
 

@@ -31,17 +31,19 @@ from pipeline.distributed.step_sync import StepSync, StopSource, TrainingStopped
 from pipeline.distributed.world import World
 from pipeline.engines.engine import Engine
 from pipeline.evaluation.accuracy import Evaluation, evaluate
-from pipeline.evaluation.metrics import class_groups, cleaning_metrics
+from pipeline.evaluation.metrics import cleaning_metrics
 from pipeline.methods.base import Method, Stage
 from pipeline.methods.parts.survey import Survey, take_survey
 from pipeline.models.precision import autocast_for
-from pipeline.process.log import Clock, follow, log
+from pipeline.process.log import Clock, log
 from pipeline.tracking import system_metrics
 from pipeline.tracking.tracker import NullTracker
 from pipeline.training.lr_schedule import lr_at
 from shards.base.errors import UserError
+from shards.base.progress import Progress
 from shards.base.redact import redact_all
 from shards.base.settings import Effect, effect_of, flatten
+from shards.bias import class_groups
 from shards.reader import Split
 
 STEPS = "steps"  # among the summed losses: how many steps were summed
@@ -157,7 +159,8 @@ class Trainer:
         waited = self.loader.wait_seconds
         timer.start()
         batches = self.loader.batches(pass_, order_key, self.position.step)
-        for batch in follow(batches, steps, title, self.world.is_main, self.position.step):
+        bar = Progress(steps, "steps", None, self.world.is_main, title, self.position.step)
+        for batch in bar.over(batches, lambda batch: batch.last):
             if self.on_batch:
                 self.on_batch(self.position, batch)
             losses = self.engine.step(batch, lr)

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
 from shards.base.errors import UserError
+from shards.base.redact import redact
 
 MAX_CONFIG_BYTES = 1 << 20
 
@@ -93,7 +94,7 @@ def parse_override(text: str) -> Tree:
     """`a.b=3` becomes {'a': {'b': 3}}; the value is read as YAML."""
     key, equals, raw = text.partition("=")
     if not equals or not key:
-        raise UserError(f"'{text}' is not a setting. Write it as key=value, for example train.epochs=3.")
+        raise UserError(f"'{redact(text)}' is not a setting. Write it as key=value, for example train.epochs=3.")
     try:
         value: Any = yaml.load(raw, _StrictLoader) if raw else ""
     except yaml.YAMLError:
@@ -103,9 +104,11 @@ def parse_override(text: str) -> Tree:
             value = float(value)
         elif " #" in raw:  # a path, not a comment
             value = raw
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    return value
+    *sections, last = key.split(".")
+    tree: Tree = {last: value}
+    for section in reversed(sections):
+        tree = {section: tree}
+    return tree
 
 
 def _is_number(text: str) -> bool:
@@ -192,13 +195,13 @@ def _sentence(schema: type[Settings], item: Any) -> str:
         name = f"{name}.name" if kind == "union_tag_invalid" else name
         near = difflib.get_close_matches(str(wrong), names, 1, 0.4)
         hint = f" Did you mean '{near[0]}'?" if near else ""
-        return f"{name}: '{wrong}' is not one of {', '.join(names)}.{hint}"
+        return f"{name}: '{redact(str(wrong))}' is not one of {', '.join(names)}.{hint}"
     if kind in ("model_type", "model_attributes_type"):
         inside = [f"{name}.{key}" for key, _, _ in _fields_at(schema, [*place, ""])]
         return f"{name} is a group of settings. Set one of {', '.join(inside)}."
     message = item["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
-    shown = "" if isinstance(value, dict) else f" (got {value!r})"
+    shown = "" if isinstance(value, dict) else f" (got {redact(repr(value))})"
     return (
         f"{name or 'The settings'}: {message}{shown}."
         if not message.endswith(".")

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.evaluation.accuracy import _count, _summarise
-from pipeline.evaluation.metrics import area_under_curve, class_groups, cleaning_metrics, detection, group_accuracies
+from pipeline.evaluation.metrics import area_under_curve, cleaning_metrics, detection, group_accuracies
 from pipeline.methods.base import Beliefs
+from shards.bias import class_groups
 
 LONG_TAIL_100 = np.array([int(500 * (1 / 100) ** (k / 99)) for k in range(100)])
 

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,12 @@ from pipeline import config as configuration
 from pipeline.config import Config
 from shards.base import cli, settings
 from shards.base.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests run in the checkout: commands and configs are found from there."""
+    monkeypatch.chdir(Path(__file__).parents[2])
 
 
 def refused(*words: str) -> str:
