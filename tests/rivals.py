@@ -79,7 +79,7 @@ class Place:
 
     stage: int = 0
     epoch: int = 0
-    begun: bool = False
+    epoch_started: bool = False
     pass_index: int = 0
     step: int = 0
 

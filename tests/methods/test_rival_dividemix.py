@@ -92,7 +92,7 @@ def test_the_loss_is_the_formula(beside, weight) -> None:
 def test_only_the_network_of_the_pass_gets_a_gradient_also_under_autocast() -> None:
     """Weights that were cast while guessing, without gradient, must not be used again while learning."""
     method = divider().float()
-    batch = batch_of(method, 6, walk=1, views=VIEWS)
+    batch = batch_of(method, 6, pass_index=1, views=VIEWS)
     batch.views = {name: view.float() for name, view in batch.views.items()}
     for name, parameter in method.named_parameters():
         parameter.requires_grad_(name.startswith(method.passes()[1].trainable))
@@ -139,7 +139,7 @@ def test_small_losses_are_believed() -> None:
         logits = torch.randn(45, K) * 0.01
         logits[index, torch.where(trusted, given, (given + 1) % K)] += 6
         said.append(logits)
-    method.begin_epoch(survey_of(method.judged(said, given)))
+    method.begin_epoch(survey_of(method.votes_and_losses(said, given)))
     assert torch.equal(method.belief[0] > 0.5, index % 2 == 0)
     assert torch.equal(method.belief[1] > 0.5, index % 2 == 1)
     beliefs = method.beliefs()
@@ -155,7 +155,7 @@ def test_losses_are_averaged_over_epochs() -> None:
         logits = torch.zeros(45, K)
         logits[torch.arange(45), given] = torch.where(torch.arange(45) < 20, 4.0, -4.0)
         logits[0, given[0]] = -4.0 if late else 4.0
-        method.begin_epoch(survey_of(method.judged([logits, logits], given)))
+        method.begin_epoch(survey_of(method.votes_and_losses([logits, logits], given)))
     assert int(method.epochs_seen) == 2
     assert method.past[0, :, 0].tolist() == pytest.approx([1, 0])
     assert method.past[0].mean(0)[0] == pytest.approx(0.5)
@@ -168,7 +168,7 @@ def test_equal_losses_and_losses_that_are_not_finite_leave_something_to_learn_fr
     for logits in (torch.zeros(45, K), torch.full((45, K), torch.nan)):
         method = divider()
         given = torch.from_numpy(method.data.given).long()
-        method.begin_epoch(survey_of(method.judged([logits, logits], given)))
+        method.begin_epoch(survey_of(method.votes_and_losses([logits, logits], given)))
         assert (method.belief == 1).all()
         assert all(len(walk.order) and walk.beside is None for walk in method.passes())
 
@@ -178,7 +178,7 @@ def test_an_empty_labelled_set_is_read_as_no_division(monkeypatch) -> None:
     nobody = [np.zeros(45, np.float32), np.ones(45, np.float32)]
     monkeypatch.setattr(method, "divide", lambda survey: nobody)
     given = torch.from_numpy(method.data.given).long()
-    method.begin_epoch(survey_of(method.judged([torch.zeros(45, K)] * 2, given)))
+    method.begin_epoch(survey_of(method.votes_and_losses([torch.zeros(45, K)] * 2, given)))
     assert (method.belief == 1).all()
 
 

@@ -210,7 +210,7 @@ def test_example_dropout_leaves_out_its_share() -> None:
     losses = {tuple(method(batch_of(method, ROWS, seed))["loss"] for _ in range(2)) for seed in range(3)}
     assert all(first == second for first, second in losses)  # the draw belongs to the step and the sample
     big = Batch(torch.arange(10_000), *[torch.zeros(0)] * 2, {}, (), (1, 2, 3), torch.zeros(0))
-    assert float((mentornet.mixing.chances(big, 1) < 0.5).double().mean()) == pytest.approx(0.5, abs=0.02)
+    assert float((mentornet.mixup.row_uniforms(big, 1) < 0.5).double().mean()) == pytest.approx(0.5, abs=0.02)
 
 
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.75, 1.0])
@@ -250,8 +250,8 @@ def test_elr_plus_learns_mixed_pictures_with_the_peers_memory(remembered: bool) 
         guess = method.average[1 - n].network(images)[1]
         for r, i, _ in real(batch):
             memory[i, n] = 0.7 * memory[i, n] + 0.3 * torch.tensor(softmax(guess[r]), dtype=torch.float64)
-        lam = elr.mixing.coefficient(batch, 1.0, elr.COEFFICIENT + n, fold=True)
-        partner = elr.mixing.partners(batch, 1, elr.PARTNER + n)
+        lam = elr.mixup.mixup_lambda(batch, 1.0, elr.COEFFICIENT + n, fold=True)
+        partner = elr.mixup.mixup_partners(batch, 1, elr.PARTNER + n)
         mixed = torch.stack([lam * images[r] + (1 - lam) * images[partner[r]] for r in range(ROWS)])
         logits = method.networks[n](mixed)[1]
         for r, i, y in real(batch):
