@@ -27,7 +27,6 @@ class TwoNetworks(Method):
         super().__init__(config, data, world)
         self.networks = nn.ModuleList(Network(config.model, data.classes, embed) for _ in range(2))
         decay = config.model.ema if decay is None else decay
-        # `average.` in a parameter's name keeps it away from the optimiser.
         self.average = nn.ModuleList(Average(network, decay) for network in self.networks) if decay else None
 
     def network(self, number: int) -> Network:
