@@ -133,6 +133,7 @@ class AUM(OneNetwork):
     def scores(self, images: Tensor) -> dict[str, Tensor]:
         return {"linear": self.eval_network(images)[1][:, : self.data.classes].float()}
 
+    @property
     def beliefs(self) -> Beliefs | None:
         if not self.decided:
             return None

@@ -107,7 +107,9 @@ class Method(nn.Module):
 
     # -- what it believes ------------------------------------------------------------------------------------------
 
+    @property
     def beliefs(self) -> Beliefs | None:
+        """What is believed in this epoch. Reading changes nothing; what is no buffer is unknown after a restart."""
         return None
 
 

@@ -87,6 +87,7 @@ class CoTeaching(TwoNetworks):
         count = torch.floor((1 - self.left_out) * total + 1e-4).clamp_min(1)
         return (place < count).float() * batch.valid
 
+    @property
     def beliefs(self) -> Beliefs:
         return Beliefs(
             weight=self.kept / 2,

@@ -110,6 +110,7 @@ class DivideMix(TwoNetworks):
     def _clean(self) -> Tensor:
         return self.belief.mean(0) > self.options.threshold
 
+    @property
     def beliefs(self) -> Beliefs | None:
         if not self.dividing:
             return None

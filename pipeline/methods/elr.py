@@ -66,6 +66,7 @@ class ELR(OneNetwork):
         elr = regulariser(predicted, self.memory[batch.index], batch.valid, self.world)
         return {"loss": ce + self.options.strength * elr, "ce": ce, "elr": elr}
 
+    @property
     def beliefs(self) -> Beliefs:
         return remembered(self.memory, self.data)
 
@@ -134,5 +135,6 @@ class ELRPlus(TwoNetworks):
             average.decay = decay  # type: ignore[assignment]
         super().after_step()
 
+    @property
     def beliefs(self) -> Beliefs:
         return remembered(self.memory.mean(1), self.data)

@@ -95,5 +95,6 @@ class MentorNet(OneNetwork):
             return (beyond <= 0).float()
         return (1 - beyond / self.options.soft_width).clamp(0, 1)
 
+    @property
     def beliefs(self) -> Beliefs:
         return Beliefs(weight=self.weight, clean=self.weight >= 1, score=self.score)

@@ -101,6 +101,7 @@ class MoPro(PrototypeMethod):
         sure, kept = top > self.options.relabel_above, score > 1 / soft.shape[1]
         return torch.where(sure, likeliest, given), kept.float(), (kept | sure).float(), score
 
+    @property
     def beliefs(self) -> Beliefs | None:
         """What the steps of the last epoch found; believed is a label neither doubted nor changed."""
         if self.stage == MAIN and self.epoch <= self.first_cleaning:

@@ -7,6 +7,8 @@ B rows on this rank, K classes, D embedding width, N training samples.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -53,7 +55,9 @@ class Prototypical(PrototypeMethod):
         self.register_buffer("refined", torch.from_numpy(data.given).to(torch.int16 if K < 2**15 else torch.int32))
         self.register_buffer("clean", torch.ones(N, dtype=torch.bool))
         self.register_buffer("flagged", torch.zeros(N, dtype=torch.uint8))
-        self.told: Beliefs | None = None  # what the survey showed, until the epoch's metrics are made
+        # Scores and basis of the last survey: 16 bytes a sample, kept until the next survey replaces them. They are in
+        # no checkpoint, since only the epoch's metrics need them.
+        self.survey_beliefs = Beliefs()
         self.empty_classes = 0
 
     def stages(self) -> list[Stage]:
@@ -93,7 +97,7 @@ class Prototypical(PrototypeMethod):
         given = self.data.labels(survey.index)
         part = cleaning.refine_all(survey["z"], given, self.prototypes, self.threshold, self.options)
         others = {"linear": survey.everywhere(survey["linear"])}
-        self.told = Beliefs(score=survey.everywhere(part.score), other_scores=others, basis=basis)
+        self.survey_beliefs = Beliefs(score=survey.everywhere(part.score), other_scores=others, basis=basis)
         if self.cleaning_now:
             self._update_beliefs(part, survey)
 
@@ -126,14 +130,15 @@ class Prototypical(PrototypeMethod):
         self.weight.copy_(survey.everywhere(part.weight))
         self.flagged += (~self.clean & (self.flagged < 255)).to(torch.uint8)
 
+    @property
     def beliefs(self) -> Beliefs:
-        """What the last survey showed (once: it is large) and what is believed since the last cleaning."""
-        told, self.told = self.told or Beliefs(), None
-        told.extra = {"empty_classes": float(self.empty_classes)}
-        if self.cleaning_now:
-            told.weight, told.label, told.clean = self.weight, self.refined.long(), self.clean
-            told.extra["threshold"] = self.threshold
-        return told
+        """Scores of the last survey; weights, labels and clean flags of the last cleaning."""
+        extra = {"empty_classes": float(self.empty_classes)}
+        if not self.cleaning_now:
+            return replace(self.survey_beliefs, extra=extra)
+        extra["threshold"] = self.threshold
+        label = self.refined.long()
+        return replace(self.survey_beliefs, weight=self.weight, label=label, clean=self.clean, extra=extra)
 
     # -- how it is trained ----------------------------------------------------------------------------------------------
 

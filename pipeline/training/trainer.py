@@ -125,7 +125,7 @@ class Trainer:
         self.next_survey = None
         self.method.begin_epoch(survey)
         self.loss_sums, self.epoch_metrics, self.position.epoch_started = {}, {}, True
-        beliefs = self.method.beliefs()
+        beliefs = self.method.beliefs
         if self.world.is_main:
             split = self.train_split
             self.epoch_metrics = cleaning_metrics(beliefs, split.given, split.true, class_groups(split.clean_counts))

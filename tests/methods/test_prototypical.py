@@ -155,7 +155,7 @@ def test_wrong_labels_are_found_relabelled_and_weigh_little() -> None:
     assert 5 < wrong.sum() < 35
     made.weight[torch.from_numpy(wrong)] = 0.01  # the prototypes are good already
     made.begin_epoch(seen)
-    beliefs = made.beliefs()
+    beliefs = made.beliefs
     assert (beliefs.clean.numpy() == ~wrong).mean() > 0.9
     assert float(beliefs.weight[wrong].mean()) < 0.3 * float(beliefs.weight[~wrong].mean())
     assert made.flagged.float().sum() == (~beliefs.clean).sum()

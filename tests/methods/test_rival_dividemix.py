@@ -142,7 +142,7 @@ def test_small_losses_are_believed() -> None:
     method.begin_epoch(survey_of(method.votes_and_losses(said, given)))
     assert torch.equal(method.belief[0] > 0.5, index % 2 == 0)
     assert torch.equal(method.belief[1] > 0.5, index % 2 == 1)
-    beliefs = method.beliefs()
+    beliefs = method.beliefs
     assert beliefs is not None
     assert beliefs.extra["agreement"] == 0
 

@@ -133,7 +133,7 @@ def test_each_network_learns_from_what_its_peer_finds_easy() -> None:
     easy = [sorted(one, key=one.__getitem__)[:6] for one in losses]
     expected = sum(sum(losses[n][r] for r in easy[1 - n]) / 6 for n in range(2))
     assert loss_of(method, batch) == pytest.approx(expected, rel=1e-6)
-    beliefs = method.beliefs()
+    beliefs = method.beliefs
     for r, i, _ in real(batch):
         assert bool(beliefs.clean[i]) == (r in easy[0] and r in easy[1])
         assert float(beliefs.score[i]) == pytest.approx((math.exp(-losses[0][r]) + math.exp(-losses[1][r])) / 2)
@@ -161,7 +161,7 @@ def test_the_noise_rate_is_estimated_class_by_class() -> None:
     logits = torch.stack([torch.where(own, -margin, margin), torch.zeros(330)], 1)
     loss = torch.nn.functional.cross_entropy(logits, torch.from_numpy(given).long(), reduction="none")
     method.begin_epoch(survey_of({"loss": 2 * loss}))
-    assert method.beliefs().extra["noise_rate"] == pytest.approx(1 / 3, abs=0.02)
+    assert method.beliefs.extra["noise_rate"] == pytest.approx(1 / 3, abs=0.02)
     method.set_epoch(0, 6)
     assert not method.surveys_before_epoch()  # the estimate of the ramp's end stays
 
@@ -272,7 +272,7 @@ def test_elr_plus_learns_mixed_pictures_with_the_peers_memory(remembered: bool) 
 def test_beliefs_of_elr_are_the_remembered_classes() -> None:
     method, _ = set_up("elr")
     method.memory[0, 2] = 0.5
-    beliefs = method.beliefs()
+    beliefs = method.beliefs
     assert int(beliefs.label[0]) == 2
     assert not beliefs.clean[0]
     assert beliefs.clean[1:].all()  # nothing remembered: the label stands
