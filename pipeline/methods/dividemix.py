@@ -128,7 +128,8 @@ class DivideMix(TwoNetworks):
 
     def _warmup_pass(self, n: int) -> Pass:
         batch = self.options.warmup_batch * self.data.batch
-        return Pass(self.data.shuffled(self.order_key(n)), batch=batch, trainable=self.trained_parameters(n))
+        order = self.data.shuffled(self.order_key(n))
+        return Pass(order, batch=batch, trainable=self.trained_parameters(n), learner=n)
 
     def _divided_pass(self, n: int) -> Pass:
         """The peer's beliefs decide. All batches are full, so both streams have equal rows and groups."""
@@ -137,7 +138,7 @@ class DivideMix(TwoNetworks):
         rest = self.data.shuffled(self.order_key(n), np.flatnonzero(~kept), UNLABELLED)
         order = np.resize(labelled, -(-len(labelled) // self.data.batch) * self.data.batch)
         beside = rest if len(rest) else None
-        return Pass(order, ("weak", "weak2"), beside=beside, trainable=self.trained_parameters(n))
+        return Pass(order, ("weak", "weak2"), beside=beside, trainable=self.trained_parameters(n), learner=n)
 
     @property
     def unlabelled_weight(self) -> float:
@@ -147,7 +148,7 @@ class DivideMix(TwoNetworks):
         return self.options.unlabelled * min(max(done, 0.0), 1.0)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        n = batch.key[1] % 8  # the order_key ends with the number of the pass, which is the network's
+        n = batch.learner
         if not self.dividing:
             return self.warmup_losses(n, batch)
         streams = [batch] if batch.beside is None else [batch, batch.beside]

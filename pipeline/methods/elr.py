@@ -117,7 +117,7 @@ class ELRPlus(TwoNetworks):
 
     def _steps(self, batch: Batch) -> int:
         per_epoch = -(-len(self.data) // self.data.batch)
-        return self.epoch * per_epoch + batch.key[-1]
+        return self.epoch * per_epoch + batch.step
 
     def _rising(self, part: float) -> float:
         """From almost 0 to 1 over this part of the training."""

@@ -89,10 +89,10 @@ def test_the_loss_is_the_formula(beside, weight) -> None:
     assert {name: float(value.detach()) for name, value in found.items()} == pytest.approx(expected, rel=1e-5)
 
 
-def test_only_the_network_of_the_pass_gets_a_gradient_also_under_autocast() -> None:
+def test_only_the_learner_of_the_pass_gets_a_gradient_also_under_autocast() -> None:
     """Weights that were cast while guessing, without gradient, must not be used again while learning."""
     method = divider().float()
-    batch = batch_of(method, 6, pass_index=1, views=VIEWS)
+    batch = batch_of(method, 6, learner=1, views=VIEWS)
     batch.views = {name: view.float() for name, view in batch.views.items()}
     for name, parameter in method.named_parameters():
         parameter.requires_grad_(name.startswith(method.passes()[1].trainable))
@@ -126,6 +126,7 @@ def test_each_network_learns_from_the_beliefs_of_the_other() -> None:
         assert len(walk.order) % 16 == 0  # full batches
         assert set(walk.order) | set(walk.beside) == set(range(45))
     assert (first.trainable, second.trainable) == (("networks.0.",), ("networks.1.",))
+    assert [walk.learner for walk in (first, second)] == [0, 1]
     assert all(np.array_equal(a.order, b.order) for a, b in zip(method.passes(), method.passes()))
 
 
