@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,7 @@ class Trainer:
     def _run_pass(self, pass_: Pass, stage: Stage, lr: float) -> None:
         """One pass over an order of samples, from wherever it was left."""
         if stage.steps:  # a stage by steps: at most one pass over the data
-            pass_ = Pass(pass_.order[: stage.steps * (pass_.batch or self.config.data.batch)], pass_.views, pass_.batch)
+            pass_ = replace(pass_, order=pass_.order[: stage.steps * (pass_.batch or self.config.data.batch)])
         self.engine.set_trainable(pass_.trainable or stage.trainable)
         self.method.train()
         title = f"{stage.name} {self.position.epoch + 1}/{stage.epochs}" if stage.epochs else stage.name
