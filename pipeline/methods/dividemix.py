@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from pipeline.config import Config
 from pipeline.data.batch import Batch, Pass, TrainingSet
 from pipeline.distributed.world import World
-from pipeline.methods import options
 from pipeline.methods.base import Beliefs
+from pipeline.methods.options import DivideMixOptions
 from pipeline.methods.parts import mixup
 from pipeline.methods.parts.gaussian_mixture import Fit, normalised, posterior, sharpen
 from pipeline.methods.parts.losses import cross_entropy, sample_losses, soft_cross_entropy
@@ -35,7 +35,7 @@ MIX_COEFFICIENT, MIX_PARTNER = 1, 2  # purposes of random numbers
 LABELLED, UNLABELLED = 0, 1  # streams of a pass
 
 
-class DivideMix(TwoNetworks):
+class DivideMix(TwoNetworks[DivideMixOptions]):
     belief: Tensor  # (2,N) chance that a given label is right, by each network
     refined: Tensor  # (N,) the given label, or what both networks say where it is not believed
     past: Tensor  # (2,E,N) normalised losses of the last E epochs, the newest first
@@ -43,8 +43,6 @@ class DivideMix(TwoNetworks):
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__(config, data, world)
-        assert isinstance(config.method, options.DivideMix)
-        self.options = config.method
         kind = torch.int16 if data.classes < 2**15 else torch.int32
         self.register_buffer("belief", torch.ones(2, len(data)))
         self.register_buffer("refined", torch.from_numpy(data.given).to(kind))

@@ -16,7 +16,7 @@ from pipeline.config import Config
 from pipeline.data.batch import Batch, Pass, TrainingSet
 from pipeline.distributed.world import World
 from pipeline.methods.base import Beliefs, Stage
-from pipeline.methods.options import Prototypical as Options
+from pipeline.methods.options import PrototypicalOptions
 from pipeline.methods.parts import cleaning
 from pipeline.methods.parts.losses import cross_entropy, given_confidence, instance_contrastive, prototype_logits
 from pipeline.methods.parts.prototypes import class_prototypes
@@ -30,13 +30,13 @@ PRESETS = {
 }
 
 
-def resolve(options: Options) -> Options:
+def resolve(options: PrototypicalOptions) -> PrototypicalOptions:
     """The switches that were left open, as the preset says."""
     chosen = {key: value for key, value in PRESETS[options.preset].items() if getattr(options, key) in ("preset", None)}
     return options.model_copy(update=chosen)
 
 
-class Prototypical(PrototypeMethod):
+class Prototypical(PrototypeMethod[PrototypicalOptions]):
     """`prototypes`, of the epoch's start, teach; `current` ones judge."""
 
     current: Tensor  # (K,D) of the network as it is now
@@ -47,8 +47,7 @@ class Prototypical(PrototypeMethod):
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__(config, data, world)
-        assert isinstance(config.method, Options)
-        self.options = resolve(config.method)
+        self.options = resolve(self.options)
         K, D, N = data.classes, config.model.embedding, len(data)
         self.register_buffer("current", torch.zeros(K, D))
         self.register_buffer("weight", torch.ones(N))

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from pipeline.config import Config
 from pipeline.data.batch import Batch, Pass, TrainingSet
 from pipeline.distributed.world import World
-from pipeline.methods import options
 from pipeline.methods.base import Beliefs, Stage
+from pipeline.methods.options import RRLOptions
 from pipeline.methods.parts.losses import cross_entropy, instance_contrastive
 from pipeline.methods.parts.prototypes import class_prototypes
 from pipeline.methods.parts.survey import Survey
@@ -26,7 +26,7 @@ from pipeline.models.precision import full_precision
 WARMUP, MAIN = 0, 1
 
 
-class RRL(PrototypeMethod):
+class RRL(PrototypeMethod[RRLOptions]):
     bank: Tensor  # (N,D) embeddings of the last survey: neighbours for evaluation
     soft: Tensor  # (N,K) soft labels; one-hot where the given label is kept
     hard: Tensor  # (N,) their likeliest class
@@ -35,8 +35,6 @@ class RRL(PrototypeMethod):
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__(config, data, world)
-        assert isinstance(config.method, options.RRL)
-        self.options = config.method
         K, D, N = data.classes, config.model.embedding, len(data)
         self.decoder = nn.Linear(D, self.network.features)
         given = torch.from_numpy(data.given).long()
