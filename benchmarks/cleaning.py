@@ -21,12 +21,12 @@ from record import write
 from torch.nn.functional import normalize
 
 from pipeline.distributed.world import World
-from pipeline.methods.options import Prototypical
+from pipeline.methods.options import PrototypicalOptions
 from pipeline.methods.parts.cleaning import nearest_other, refine_all
 from pipeline.methods.parts.prototypes import class_prototypes
 
 K, D = 50, 50
-OPTIONS = Prototypical(relabel_weight="half")
+OPTIONS = PrototypicalOptions(relabel_weight="half")
 
 
 def embeddings(n: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from pipeline.methods.options import MethodOptions, Prototypical
+from pipeline.methods.options import MethodOptions, PrototypicalOptions
 from shards.base import cli, settings
 from shards.base.errors import UserError
 from shards.base.settings import Input, NoEffect, Settings, Tree
@@ -118,7 +118,7 @@ class Config(Settings):
     shards: NoEffect[BuildConfig] = BuildConfig()  # the manifest's hash, not these settings, says which data it is
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
-    method: MethodOptions = Prototypical()
+    method: MethodOptions = PrototypicalOptions()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -141,7 +141,7 @@ def combine(file_tree: Tree, overrides: Tree) -> Tree:
     if not isinstance(recipes, dict):
         raise UserError("recipes: must hold one block per method name.")
     chosen = settings.merge(file_tree, overrides)
-    name = _section(chosen, "method").get("name", Prototypical().name)
+    name = _section(chosen, "method").get("name", PrototypicalOptions().name)
     recipe = _section(recipes, name)
     if chosen.get("recipe", "own") == "common":
         recipe = {"method": _section(recipe, "method")}

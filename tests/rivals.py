@@ -140,9 +140,7 @@ class Course:
         self.trainer.load_state_dict(copy.deepcopy(state))
 
 
-def batch_of(
-    method: Method, rows: int, seed: int = 0, pass_index: int = 0, views: tuple[str, ...] = ("weak",)
-) -> Batch:
+def batch_of(method: Method, rows: int, seed: int = 0, learner: int = 0, views: tuple[str, ...] = ("weak",)) -> Batch:
     """A batch by hand, in float64, of random samples and pictures; the last row stands for nothing."""
     rng = np.random.default_rng(seed)
     index = torch.from_numpy(rng.permutation(len(method.data))[:rows])
@@ -150,8 +148,8 @@ def batch_of(
     valid = torch.ones(rows)
     valid[-1] = 0
     label = torch.from_numpy(method.data.given)[index].long()
-    key = (method.data.seed, method.order_key(pass_index), 0)
-    return Batch(index, label, valid, images, (rows,), key, torch.arange(rows) // 4)
+    key = (method.data.seed, method.order_key(), 0)
+    return Batch(index, label, valid, images, (rows,), key, torch.arange(rows) // 4, learner=learner)
 
 
 def survey_of(outputs: dict[str, torch.Tensor]) -> Survey:

@@ -57,6 +57,7 @@ class Pass:
     beside: np.ndarray | None = None
     beside_batch: int = 0
     trainable: tuple[str, ...] | None = None  # None: the stage's
+    learner: int = 0  # which of the method's networks learns in this pass; its batches say so too
 
 
 @dataclass
@@ -77,6 +78,12 @@ class Batch:
     share: float = 1.0  # this micro-batch's part of its global batch, by rows over all ranks
     last: bool = True  # whether the optimiser steps after this micro-batch
     beside: Batch | None = field(default=None)  # a second stream, e.g. unlabelled beside labelled
+    learner: int = 0  # which of the method's networks learns: that of the pass
+
+    @property
+    def step(self) -> int:
+        """Number of the global batch in its pass."""
+        return self.key[-1]
 
     def generator(self, purpose: int) -> np.random.Generator:
         """Random numbers of this step, the same on every rank and after a restart."""

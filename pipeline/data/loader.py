@@ -114,7 +114,7 @@ class Loader:
                 failed.update(self._mask_undecodable(parts))
                 if len(failed) > allowed:
                     raise self._too_many(failed, len(pass_.order))
-                batch, *beside = [self._batch(micro, part, order_key) for part in parts]
+                batch, *beside = [self._batch(micro, part, order_key, pass_.learner) for part in parts]
                 batch.beside = beside[0] if beside else None
                 yield batch
 
@@ -247,7 +247,7 @@ class Loader:
 
     # -- on the device -------------------------------------------------------------------------------------
 
-    def _batch(self, micro: MicroBatch, part: Part, order_key: int) -> Batch:
+    def _batch(self, micro: MicroBatch, part: Part, order_key: int, learner: int = 0) -> Batch:
         rows = part.rows
         views = {
             name: self._to_input(name, part.pixels[number], part.plans.get(name))
@@ -264,6 +264,7 @@ class Loader:
             groups=self._to_device(rows.groups),
             share=micro.share,
             last=micro.last,
+            learner=learner,
         )
 
     def _to_input(self, name: str, pixels: Tensor, todo: augment.AugMixDraws | None) -> Tensor:

@@ -129,7 +129,7 @@ def _beliefs(opened: OpenedRun, samples: int) -> dict[str, np.ndarray]:
     if opened.position is None or len(method.data) != samples:
         return {}
     tensors: dict[str, Any] = {}
-    beliefs = method.beliefs()
+    beliefs = method.beliefs
     if beliefs is not None:
         tensors = {"weight": beliefs.weight, "label": beliefs.label, "clean": beliefs.clean}
     tensors["flagged"] = getattr(method, "flagged", None)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +142,7 @@ class Trainer:
         self.next_survey = None
         self.method.begin_epoch(survey)
         self.loss_sums, self.epoch_metrics, self.position.epoch_started = {}, {}, True
-        beliefs = self.method.beliefs()
+        beliefs = self.method.beliefs
         if self.world.is_main:
             split = self.train_split
             self.epoch_metrics = cleaning_metrics(beliefs, split.given, split.true, class_groups(split.clean_counts))
@@ -150,7 +150,7 @@ class Trainer:
     def _run_pass(self, pass_: Pass, stage: Stage, lr: float) -> Iterator[dict[str, Tensor]]:
         """One pass over an order of samples, from the step where it was left."""
         if stage.steps:  # a stage by steps: at most one pass over the data
-            pass_ = Pass(pass_.order[: stage.steps * (pass_.batch or self.config.data.batch)], pass_.views, pass_.batch)
+            pass_ = replace(pass_, order=pass_.order[: stage.steps * (pass_.batch or self.config.data.batch)])
         self.engine.set_trainable(pass_.trainable or stage.trainable)
         self.method.train()
         title = f"{stage.name} {self.position.epoch + 1}/{stage.epochs}" if stage.epochs else stage.name
