@@ -198,7 +198,7 @@ def test_replay_keeps_away_from_a_journal_whose_job_is_alive(database: Path, tmp
     alive = start(config(database), tmp_path / "run")
     while not alive.run_id:
         pass
-    with pytest.raises(UserError, match="still running, or by another replay"):
+    with pytest.raises(UserError, match="still running, or another replay"):
         replay(tmp_path / "run", f"sqlite:///{database}")
     alive.finish("FINISHED")
 
