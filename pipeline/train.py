@@ -173,5 +173,9 @@ def _sample_log(config: Config, folder: Path, world: Any) -> Any:
     return write
 
 
-if __name__ == "__main__":
+def start() -> None:
     run_rank(main)
+
+
+if __name__ == "__main__":
+    start()

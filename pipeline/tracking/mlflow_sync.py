@@ -65,13 +65,13 @@ def asking(uri: str) -> Iterator[MlflowClient]:
     """
     database = sqlite_path(uri)
     if database is not None and not database.is_file():
-        raise UserError(f"There is no MLflow database {database}. Train something first, or give --uri.")
+        raise UserError(f"There is no MLflow database {database}. Train something first, or give uri=.")
     try:
         client, clean = connect(uri)
         mlflow.set_tracking_uri(clean)  # downloads look there, whatever the client was told
         yield client
     except (mlflow.MlflowException, SQLAlchemyError, OSError) as error:
-        raise UserError(f"MLflow at {redact(uri)}: {one_line(error)}. Check --uri and the server.") from error
+        raise UserError(f"MLflow at {redact(uri)}: {one_line(error)}. Check uri= and the server.") from error
 
 
 def without_credentials(uri: str) -> str:

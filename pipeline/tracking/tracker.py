@@ -4,7 +4,7 @@ Rank 0 appends to the run's journal and returns. A thread of its own imports mlf
 batches and starts over where it stopped when the server comes back. What a dead job left behind is shipped
 by
 
-    python -m pipeline.tracking replay FOLDER [--uri URI]
+    python -m pipeline.tracking replay FOLDER [uri=URI]
 
 One job is one MLflow run, whatever the number of ranks and restarts: the job's key stands in the journal,
 in the checkpoint and as a tag of the run.

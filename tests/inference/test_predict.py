@@ -74,7 +74,7 @@ numpy.save({str(pictures / "scores.npy")!r}, numpy.array(answers["scores"].tolis
 
 
 def test_predict_streams_lines_and_reports_a_picture_that_cannot_be_read(trained: Trained, pictures: Path) -> None:
-    done = command("pipeline.predict", trained.folder, pictures, "--jsonl", "--top", 3)
+    done = command("pipeline.predict", trained.folder, pictures, "jsonl=true", "top=3")
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert [Path(answer["path"]).name for answer in answers] == [f"{k}.png" for k in range(8)]
     assert all(len(answer["top"]) == 3 and answer["label"] == answer["top"][0]["label"] for answer in answers)
@@ -91,14 +91,14 @@ def test_predict_says_what_is_wrong_before_it_loads_anything(pictures: Path) -> 
 
 def test_answers_go_to_a_file_where_one_can_be(trained: Trained, pictures: Path, tmp_path: Path) -> None:
     model = trained.folder / "model"
-    command("pipeline.predict", model, pictures / "0.png", "--out", tmp_path / "new" / "answers.tsv")
+    command("pipeline.predict", model, pictures / "0.png", f"out={tmp_path}/new/answers.tsv")
     assert (tmp_path / "new" / "answers.tsv").read_text().startswith(str(pictures / "0.png"))
-    done = command("pipeline.predict", model, pictures / "0.png", "--out", tmp_path / "new", ok=False)
+    done = command("pipeline.predict", model, pictures / "0.png", f"out={tmp_path}/new", ok=False)
     assert (done.returncode, "cannot be written" in done.stderr) == (2, True)
 
 
 def test_evaluate_gives_the_accuracy_the_run_ended_with(trained: Trained, tmp_path: Path) -> None:
-    command("pipeline.evaluate", trained.folder, "--out", tmp_path)
+    command("pipeline.evaluate", trained.folder, f"out={tmp_path}")
     metrics = json.loads((tmp_path / "evaluation.json").read_text())["metrics"]["test"]
     assert metrics["test/top1"] == trained.summary["last"]
     assert metrics["test/many"] == trained.summary["many"]
@@ -107,9 +107,9 @@ def test_evaluate_gives_the_accuracy_the_run_ended_with(trained: Trained, tmp_pa
 
 def test_evaluate_on_two_ranks_says_what_one_says(trained: Trained, tmp_path: Path) -> None:
     ranks = ["--standalone", "--nproc_per_node=2", "-m", "pipeline.evaluate"]
-    out = command("torch.distributed.run", *ranks, trained.folder, "--out", tmp_path / "two")
+    out = command("torch.distributed.run", *ranks, trained.folder, f"out={tmp_path}/two")
     assert out.stdout.count("wrote") == 1
-    command("pipeline.evaluate", trained.folder, "--out", tmp_path / "one")
+    command("pipeline.evaluate", trained.folder, f"out={tmp_path}/one")
     one, two = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("one", "two"))
     assert two["metrics"]["test"] == pytest.approx(one["metrics"]["test"], rel=1e-5)
     classes = [(tmp_path / name / "classes-test.csv").read_bytes() for name in ("one", "two")]
@@ -119,12 +119,13 @@ def test_evaluate_on_two_ranks_says_what_one_says(trained: Trained, tmp_path: Pa
 def test_groups_are_those_of_the_models_own_training_set_on_any_shards(trained: Trained, tmp_path: Path) -> None:
     """Here every class has more than 100 pictures."""
     from pipeline.distributed.world import World
-    from pipeline.evaluate import judge
+    from pipeline.evaluate import evaluate_split
 
     other = ensure(BuildConfig(rho=1, noise=0, output=str(tmp_path / "even")))
     own = [trained.summary[group] for group in ("many", "medium", "few")]
     for place in (trained.folder, trained.folder / "model"):
-        metrics = judge(open_run(str(place)), other, "test", World()).metrics
+        opened = open_run(str(place))
+        metrics = evaluate_split(opened, opened.split("test", other), World()).metrics
         assert [metrics[f"test/{group}"] for group in ("many", "medium", "few")] == own
 
 
@@ -176,11 +177,11 @@ def test_checkpoints_in_a_bucket_without_credentials_are_a_sentence(monkeypatch:
 
 def test_one_model_has_no_best_checkpoint_and_moved_shards_are_asked_for(trained: Trained, tmp_path: Path) -> None:
     for one in ("models:/digits/1", str(trained.folder / "model")):
-        with pytest.raises(UserError, match="--best chooses among checkpoints"):
+        with pytest.raises(UserError, match="best=true chooses among checkpoints"):
             open_run(one, trained.uri, best=True)
     opened = open_run(str(trained.folder / "model"))
     opened.shards = str(tmp_path / "gone")
-    with pytest.raises(UserError, match=r"no finished shards at .*; if they are elsewhere now, add --shards"):
+    with pytest.raises(UserError, match=r"no finished shards at .*; if they are elsewhere now, add shards="):
         opened.split("test")
 
 
