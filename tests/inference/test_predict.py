@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from mlflow_store import client_of
-from trained import Trained, command, train
+from ranks import free_port, worker_env
+from trained import ROOT, Trained, command, train
 
 from pipeline.inference.open_run import open_run
 from shards.base.errors import UserError
@@ -114,6 +116,40 @@ def test_evaluate_on_two_ranks_says_what_one_says(trained: Trained, tmp_path: Pa
     assert two["metrics"]["test"] == pytest.approx(one["metrics"]["test"], rel=1e-5)
     classes = [(tmp_path / name / "classes-test.csv").read_bytes() for name in ("one", "two")]
     assert classes[0] == classes[1]
+
+
+def evaluate_on_two_ranks(folders: list[Path], *words: object) -> list[tuple[int, str]]:
+    """(exit code, standard error) of `pipeline.evaluate` on ranks that run in different folders, as on two machines."""
+    port = str(free_port())
+    started = []
+    for rank, folder in enumerate(folders):
+        ranks = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+        env = worker_env() | ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
+        line = [sys.executable, "-m", "pipeline.evaluate", *map(str, words)]
+        started.append(subprocess.Popen(line, cwd=folder, env=env, stderr=subprocess.PIPE, text=True))
+    return [(process.wait(timeout=200), process.communicate()[1]) for process in started]
+
+
+@pytest.mark.dist
+def test_an_error_that_only_another_rank_meets_is_told_once(trained: Trained, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        shutil.copytree(trained.shards, folder / "shards")
+    (first / "run").symlink_to(trained.folder)
+    (code, told), (other_code, other_told) = evaluate_on_two_ranks([first, second], "run")
+    assert (code, other_code, other_told) == (2, 2, "")
+    assert told == "error: rank 1: There is no run 'run': it is no folder, no URL and no MLflow run id.\n"
+    # In the middle of the work: the other rank goes on, and both end.
+    for tar in (second / "shards").glob("test-*.tar"):
+        tar.write_bytes(tar.read_bytes()[:-2000])
+    (code, told), (other_code, other_told) = evaluate_on_two_ranks([first, second], trained.folder, "shards=shards")
+    assert (code, other_code, other_told) == (2, 2, "")
+    assert told.startswith("error: rank 1: ")
+    assert told.count(".tar") == 1
+    # What all of them meet is told once.
+    (code, told), (other_code, other_told) = evaluate_on_two_ranks([first, second], "nothing")
+    assert (code, other_code, other_told) == (2, 2, "")
+    assert told == "error: There is no run 'nothing': it is no folder, no URL and no MLflow run id.\n"
 
 
 def test_groups_are_those_of_the_models_own_training_set_on_any_shards(trained: Trained, tmp_path: Path) -> None:
