@@ -7,14 +7,18 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from mlflow_store import client_of
-from ranks import free_port, worker_env
+from ranks import free_port, on_ranks, worker_env
 from trained import ROOT, Trained, command, train
 
+from pipeline.distributed.world import World
 from pipeline.inference.open_run import open_run
 from shards.base.errors import UserError
 from shards.build import ensure
@@ -139,7 +143,7 @@ def test_an_error_that_only_another_rank_meets_is_told_once(trained: Trained, tm
     (code, told), (other_code, other_told) = evaluate_on_two_ranks([first, second], "run")
     assert (code, other_code, other_told) == (2, 2, "")
     assert told == "error: rank 1: There is no run 'run': it is no folder, no URL and no MLflow run id.\n"
-    # In the middle of the work: the other rank goes on, and both end.
+    # A damaged copy of the shards on one machine.
     for tar in (second / "shards").glob("test-*.tar"):
         tar.write_bytes(tar.read_bytes()[:-2000])
     (code, told), (other_code, other_told) = evaluate_on_two_ranks([first, second], trained.folder, "shards=shards")
@@ -152,9 +156,49 @@ def test_an_error_that_only_another_rank_meets_is_told_once(trained: Trained, tm
     assert told == "error: There is no run 'nothing': it is no folder, no URL and no MLflow run id.\n"
 
 
+def evaluate_until_shards_are_gone(world: World, run: Path, failing: list[int], batches: int) -> str:
+    """The sentence every rank ends with when shards are lost on some ranks after so many batches."""
+    from pipeline.data import loader as module
+    from pipeline.evaluate import evaluate_split
+
+    class Failing:
+        def __init__(self, loader: module.Loader) -> None:
+            self.loader = loader
+
+        def survey(self) -> Iterator[Any]:
+            yield from islice(self.loader.survey(), batches)
+            raise UserError(f"shard {world.rank} is gone.")
+
+    real = module.open_loader
+    if world.rank in failing:
+        module.open_loader = lambda *args: Failing(real(*args))  # type: ignore[assignment,return-value]
+    opened = open_run(str(run))
+    try:
+        return f"accuracy {evaluate_split(opened, opened.split('test'), world).metrics['test/top1']}"
+    except UserError as error:
+        return str(error)
+    finally:
+        module.open_loader = real
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("failing", "batches", "expected"),
+    [
+        ([1], 1, "rank 1: shard 1 is gone."),
+        ([0], 0, "rank 0: shard 0 is gone."),
+        ([0, 1], 0, "rank 0: shard 0 is gone.\nrank 1: shard 1 is gone."),
+    ],
+)
+def test_an_error_in_the_middle_of_an_evaluation_reaches_every_rank(
+    trained: Trained, failing: list[int], batches: int, expected: str
+) -> None:
+    told = on_ranks(2, evaluate_until_shards_are_gone, trained.folder, failing, batches)
+    assert told == [expected, expected]
+
+
 def test_groups_are_those_of_the_models_own_training_set_on_any_shards(trained: Trained, tmp_path: Path) -> None:
     """Here every class has more than 100 pictures."""
-    from pipeline.distributed.world import World
     from pipeline.evaluate import evaluate_split
 
     other = ensure(BuildConfig(rho=1, noise=0, output=str(tmp_path / "even")))
