@@ -61,10 +61,11 @@ demo: setup ## digits, rho=10, noise 0.5: cross-entropy against the Prototypical
 test: setup-test ffcv browser ## the whole suite
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile tests
 
-lint: setup-test ## lint, format and types
+lint: setup-test ## lint, format, types and dependencies
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/deptry pipeline shards launch
 
 format: setup-test ## put every file in form
 	@$(BIN)/ruff check --fix -q . ; $(BIN)/ruff format -q .
