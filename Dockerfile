@@ -4,7 +4,8 @@
 ARG BASE=python:3.11-slim
 FROM ${BASE} AS build
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md ./
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY configs configs
 COPY pipeline pipeline
 COPY shards shards
 COPY launch launch

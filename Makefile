@@ -55,16 +55,17 @@ demo: setup ## digits, rho=10, noise 0.5: cross-entropy against the Prototypical
 	  $(RUN) -m pipeline.train --config configs/digits.yaml method.name=$$method seed=$(SEED) train.epochs=40 \
 	    output=$(DEMO)/$$method-$(SEED) tracking.uri=sqlite:///$(DEMO)/mlflow.db tracking.experiment=demo || exit 1; \
 	done
-	@$(BIN)/python -m pipeline.report --uri sqlite:///$(DEMO)/mlflow.db --experiment demo --out $(DEMO)
+	@$(BIN)/python -m pipeline.report uri=sqlite:///$(DEMO)/mlflow.db experiment=demo out=$(DEMO)
 	@echo; echo "Compare the runs in the MLflow UI:  $(BIN)/mlflow ui --backend-store-uri sqlite:///$(DEMO)/mlflow.db   then open http://127.0.0.1:5000"
 
 test: setup-test ffcv browser ## the whole suite
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile tests
 
-lint: setup-test ## lint, format and types
+lint: setup-test ## lint, format, types and dependencies
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/deptry pipeline shards launch
 
 format: setup-test ## put every file in form
 	@$(BIN)/ruff check --fix -q . ; $(BIN)/ruff format -q .

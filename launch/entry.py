@@ -50,14 +50,6 @@ anything else, the same command goes on from the last checkpoint.
 """
 
 
-def split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """(torchrun options, train options)."""
-    if "--" in argv:
-        at = argv.index("--")
-        return argv[:at], argv[at + 1 :]
-    return [], argv
-
-
 def torchrun_options(given: list[str], env: Mapping[str, str]) -> list[str]:
     """The options given, and defaults for what neither they nor PET_ variables (set by TrainJob) decide."""
 
@@ -172,7 +164,9 @@ def launch(options: list[str], worker: list[str]) -> int:
 
 
 def main(argv: list[str], check: Callable[[list[str]], object] = config.load) -> int:
-    options, words = split(argv)
+    options, words = cli.split_passed_on(argv)
+    if words is None:  # without a `--` everything is for the training
+        options, words = [], argv
     if not argv or argv[0] in ("-h", "--help"):
         print(HELP, end="")
         return 0

@@ -23,13 +23,12 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from launch.entry import split
 from pipeline import config as training
 from pipeline.process.exit_status import EXIT_CODES
 from shards.base import cli
 from shards.base.errors import UserError
 from shards.base.redact import redact
-from shards.base.settings import Settings
+from shards.base.settings import Settings, find_config
 from shards.config import BuildConfig
 
 PROG = "python -m launch.kubernetes"
@@ -78,15 +77,13 @@ class JobConfig(Settings):
     tolerate: list[str] = Field([], description="taints to put up with, such as nvidia.com/gpu or a spot taint")
 
 
+COMMAND = cli.Command(PROG, __doc__ or "", JobConfig, passes_on="settings of the training")
+BUILD = cli.Command("python -m shards.build", "", BuildConfig)
+
+
 def main(argv: list[str]) -> int:
-    words, options = split(argv) if "--" in argv else (argv, [])
-    try:
-        job = cli.load(JobConfig, words, PROG, __doc__ or "")
-    except UserError as error:
-        if "--" not in argv and "There is no setting" in str(error):
-            raise UserError(f"{error}\nSettings of the training stand behind a `--`.") from None
-        raise
-    file, options = _take_config(options)
+    job, options = COMMAND.load_own(argv)
+    file, options = _take_config(options, training.CONFIGS if job.task == "train" else None)
     from_file = ["--config", str(file)] if file else []
     if job.task == "train":
         run = training.load(from_file + options)
@@ -95,7 +92,7 @@ def main(argv: list[str]) -> int:
         if job.nodes > 1:
             lasting["shards.url"] = run.shards.url
     else:
-        shards = cli.load(BuildConfig, from_file + options, f"{PROG} task=build --", "")
+        shards = BUILD.load(from_file + options)
         lasting = {"output": shards.output}
         options += [] if shards.writers else [f"writers={job.cpu}"]
     text = file.read_text("utf-8") if file else ""
@@ -104,15 +101,15 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _take_config(options: list[str]) -> tuple[Path | None, list[str]]:
+def _take_config(options: list[str], shipped: Path | None) -> tuple[Path | None, list[str]]:
     """The config file among the train options, and the rest of them."""
-    rest, file = list(options), None
-    for place, word in enumerate(options):
-        if word == "--config" and place + 1 < len(options):
-            file, rest = Path(options[place + 1]), options[:place] + options[place + 2 :]
+    rest, name = list(options), ""
+    for at, word in enumerate(options):
+        if word == "--config" and at + 1 < len(options):
+            name, rest = options[at + 1], options[:at] + options[at + 2 :]
         elif word.startswith("--config="):
-            file, rest = Path(word.partition("=")[2]), options[:place] + options[place + 1 :]
-    return file, rest
+            name, rest = word.partition("=")[2], options[:at] + options[at + 1 :]
+    return find_config(name, shipped) if name else None, rest
 
 
 def _check(job: JobConfig, lasting: dict[str, str], written: list[str]) -> None:
@@ -420,5 +417,9 @@ def _trainjob(job: JobConfig, pod: Manifest) -> list[Manifest]:
     return [runtime, {"apiVersion": api, "kind": "TrainJob", "metadata": _queued(job), "spec": body}]
 
 
-if __name__ == "__main__":
+def start() -> None:
     cli.run(main)
+
+
+if __name__ == "__main__":
+    start()

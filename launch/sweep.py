@@ -1,14 +1,15 @@
 """Many runs that differ in named settings, as one MLflow parent with children and one table.
 
-    python -m launch.sweep --config configs/digits.yaml --out runs/digits --vary method.name=all --vary seed=0,1,2 recipe=common
+    python -m launch.sweep jobs=2 out=runs/digits vary.method.name=all vary.seed=0,1,2 -- \\
+        --config configs/digits.yaml recipe=common
 
-Finished runs are kept: a sweep that was stopped goes on where it was. The table (results.md, results.json) has one row for
-each combination without the seed: mean and spread over seeds, and the runs it comes from.
+Settings of the sweep stand before the `--`; settings of all its runs stand after it, as for `python -m pipeline.train`.
+Finished runs are kept: a sweep that was stopped continues where it was. The table (results.md, results.json) has one row
+for each combination without the seed: mean and spread over seeds, and the runs it comes from.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -22,75 +23,65 @@ import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
+
+from pydantic import BeforeValidator, Field, PositiveInt
 
 from pipeline import config as configuration
 from pipeline.config import Config, TrackingConfig
 from pipeline.tracking.tracker import JOURNAL, NullTracker, Status, journal, start_tracker
-from shards.base.cli import run
+from shards.base import cli
 from shards.base.errors import UserError
 from shards.base.redact import redact
+from shards.base.settings import Names, Settings, flatten
 
 COLUMNS = ("best", "last", "mean_last10", "many", "medium", "few", "clean_f1", "seconds")
 RUN_ID_SECONDS = 30.0
 
 
+class SweepConfig(Settings):
+    out: str = Field(min_length=1, description="folder for runs and table")
+    vary: Annotated[dict[str, Names], BeforeValidator(flatten)] = Field(
+        {},
+        description="vary.KEY=A,B,C: a setting of the training and its values; vary.method.name=all takes every method",
+    )
+    jobs: PositiveInt = Field(1, description="runs at a time, each with one rank")
+
+
+COMMAND = cli.Command("python -m launch.sweep", __doc__ or "", SweepConfig, passes_on="settings of the training")
+
+
 def main(argv: list[str]) -> int:
-    options = _parser().parse_args(argv)
-    varied = [_varied(text) for text in options.vary]
-    out = Path(options.out)
-    combinations = [
-        dict(zip([key for key, _ in varied], values)) for values in itertools.product(*(v for _, v in varied))
-    ]
-    jobs = {_name(words): words for words in combinations}
+    config, passed_on = COMMAND.load_own(argv)
+    varied = {key: _values(key, values) for key, values in config.vary.items()}
+    out = Path(config.out)
+    combinations = [dict(zip(varied, values)) for values in itertools.product(*varied.values())]
+    jobs = {_name(choice): choice for choice in combinations}
     if len(jobs) < len(combinations):
-        raise UserError("--vary names the same run twice. Give every value once.")
-    if options.jobs < 1:
-        raise UserError(f"--jobs {options.jobs}: at least one run at a time.")
-    settings = {name: _words(options, words, out / name) for name, words in jobs.items()}
-    configs = {name: configuration.load(words) for name, words in settings.items()}  # all mistakes before any work
+        raise UserError("vary names the same run twice. Give every value once.")
+    arguments = {name: _arguments(passed_on, choice, out / name) for name, choice in jobs.items()}
+    configs = {name: configuration.load(words) for name, words in arguments.items()}  # all mistakes before any work
     out.mkdir(parents=True, exist_ok=True)
-    parent = _parent(next(iter(configs.values())), out, [key for key, _ in varied])
+    parent = _parent(next(iter(configs.values())), out, list(varied))
     status: Status = "KILLED"
     try:
-        under = [f"tracking.tags.sweep={out.name}", *([f"tracking.parent={parent.run_id}"] if parent.run_id else [])]
-        failed = _run_all({name: words + under for name, words in settings.items()}, out, options.jobs)
+        shared = [f"tracking.tags.sweep={out.name}", *([f"tracking.parent={parent.run_id}"] if parent.run_id else [])]
+        failed = _run_all({name: words + shared for name, words in arguments.items()}, out, config.jobs)
         status = "FAILED" if failed else "FINISHED"
     finally:
         parent.finish(status)
-    rows = table(out, {name: words for name, words in jobs.items() if name not in failed}, configs)
+    rows = table(out, {name: choice for name, choice in jobs.items() if name not in failed}, configs)
     if rows:
         _write(out, rows, argv)
-    for name, why in failed.items():
-        print(f"{name} failed: {why}; its log is {out / name}.log", file=sys.stderr)
+    for name, reason in failed.items():
+        print(f"{name} failed: {reason}; its log is {out / name}.log", file=sys.stderr)
     return 1 if failed else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m launch.sweep", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--config", default="", help="config file of all runs")
-    parser.add_argument("--out", required=True, help="folder for runs and table")
-    parser.add_argument(
-        "--vary",
-        action="append",
-        default=[],
-        metavar="KEY=A,B,C",
-        help="a setting and its values; method.name=all takes every method",
-    )
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each with one rank")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of all runs")
-    return parser
-
-
-def _varied(text: str) -> tuple[str, list[str]]:
-    key, equals, values = text.partition("=")
-    if not equals or not values:
-        raise UserError(f"--vary {text}: write it as --vary key=value,value, for example --vary seed=0,1,2")
-    if text == "method.name=all":
-        return key, method_names()
-    return key, values.split(",")
+def _values(key: str, values: list[str]) -> list[str]:
+    if not values:
+        raise UserError(f"vary.{key}: write it as vary.key=value,value, for example vary.seed=0,1,2")
+    return method_names() if key == "method.name" and values == ["all"] else values
 
 
 def method_names() -> list[str]:
@@ -99,23 +90,22 @@ def method_names() -> list[str]:
     return [str(options.model_fields["name"].default) for options in get_args(get_args(MethodOptions)[0])]
 
 
-def _name(words: dict[str, str]) -> str:
-    text = "_".join(value if key == "method.name" else f"{key.split('.')[-1]}{value}" for key, value in words.items())
+def _name(choice: dict[str, str]) -> str:
+    text = "_".join(value if key == "method.name" else f"{key.split('.')[-1]}{value}" for key, value in choice.items())
     return re.sub(r"[^\w.+-]", "", text) or "run"
 
 
-def _words(options: argparse.Namespace, words: dict[str, str], folder: Path) -> list[str]:
-    file = ["--config", options.config] if options.config else []
-    return [*file, *options.settings, *(f"{key}={value}" for key, value in words.items()), f"output={folder}"]
+def _arguments(passed_on: list[str], choice: dict[str, str], folder: Path) -> list[str]:
+    return [*passed_on, *(f"{key}={value}" for key, value in choice.items()), f"output={folder}"]
 
 
 def _parent(config: Config, out: Path, keys: list[str]) -> NullTracker:
-    """The MLflow run the children hang under, the same when a sweep goes on; without a server they only share a tag."""
+    """The MLflow parent run, the same one when a sweep continues. Without a server the runs only share a tag."""
     if not config.tracking.uri:
         return NullTracker()
     quiet = TrackingConfig(**{**config.tracking.model_dump(), "system_metrics": False, "run_name": f"sweep {out.name}"})
-    before = next((record for _, record in journal.read(out / JOURNAL)), None)
-    state = {"job": before["job"], "offset": (out / JOURNAL).stat().st_size} if before else None
+    first = next((record for _, record in journal.read(out / JOURNAL)), None)
+    state = {"job": first["job"], "offset": (out / JOURNAL).stat().st_size} if first else None
     tracker = start_tracker(quiet, out, f"sweep {out.name}", {"varied": ", ".join(keys)}, {"sweep": out.name}, state)
     until = time.monotonic() + RUN_ID_SECONDS
     while tracker.run_id is None and time.monotonic() < until:
@@ -123,12 +113,12 @@ def _parent(config: Config, out: Path, keys: list[str]) -> NullTracker:
     return tracker
 
 
-def _run_all(settings: dict[str, list[str]], out: Path, jobs: int) -> dict[str, str]:
-    """Reasons of the runs that failed. One that finished before, with these settings, says so and is left alone."""
+def _run_all(arguments: dict[str, list[str]], out: Path, jobs: int) -> dict[str, str]:
+    """Why runs failed, by name. A run that finished before with these settings is not repeated."""
     failed: dict[str, str] = {}
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
     with pool:
-        work = {pool.submit(_train, words, str(out / name) + ".log"): name for name, words in settings.items()}
+        work = {pool.submit(_train, words, str(out / name) + ".log"): name for name, words in arguments.items()}
         for done, future in enumerate(as_completed(work), 1):
             name = work[future]
             error = future.exception()
@@ -140,11 +130,11 @@ def _run_all(settings: dict[str, list[str]], out: Path, jobs: int) -> dict[str, 
 
 
 def _train(words: list[str], log: str) -> int:
-    """One run in this worker process, which stays for the next: torch is imported once."""
+    """One run in this worker process. The process is used for the next run too, so torch is imported once."""
     from pipeline import train
     from pipeline.process.stop_request import kill_when_orphaned
 
-    kill_when_orphaned()  # a run outlives a signal to save itself, but not its sweep
+    kill_when_orphaned()  # a run may outlive a signal to save itself, but not its sweep
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with open(log, "a", encoding="utf-8") as file, contextlib.redirect_stderr(file), contextlib.redirect_stdout(file):
         try:
@@ -157,25 +147,25 @@ def _train(words: list[str], log: str) -> int:
 def table(out: Path, jobs: dict[str, dict[str, str]], configs: dict[str, Config]) -> list[dict[str, Any]]:
     """One row per combination without the seed."""
     groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
-    for name, words in jobs.items():
-        groups.setdefault(tuple((k, v) for k, v in words.items() if k != "seed"), []).append(name)
+    for name, choice in jobs.items():
+        groups.setdefault(tuple((k, v) for k, v in choice.items() if k != "seed"), []).append(name)
     rows: list[dict[str, Any]] = []
     for key, names in groups.items():
-        found = {
+        summaries = {
             name: json.loads((out / name / "summary.json").read_text())
             for name in names
             if (out / name / "summary.json").is_file()
         }
-        row: dict[str, Any] = {**dict(key), "seeds": len(found)}
+        row: dict[str, Any] = {**dict(key), "seeds": len(summaries)}
         for column in COLUMNS:
-            values = [summary[column] for summary in found.values() if summary.get(column) is not None]
+            values = [summary[column] for summary in summaries.values() if summary.get(column) is not None]
             if values:
                 row[column] = {
                     "mean": mean(values),
                     "spread": stdev(values) if len(values) > 1 else None,
                     "values": values,
                 }
-        row["runs"] = {name: summary.get("run_id") for name, summary in found.items()}
+        row["runs"] = {name: summary.get("run_id") for name, summary in summaries.items()}
         row["epochs"], row["recipe"] = configs[names[0]].train.epochs, configs[names[0]].recipe
         rows.append(row)
     return rows
@@ -185,7 +175,7 @@ def _write(out: Path, rows: list[dict[str, Any]], argv: list[str]) -> None:
     import torch
 
     made = {
-        "command": redact(f"python -m launch.sweep {shlex.join(argv)}"),
+        "command": redact(f"{COMMAND.prog} {shlex.join(argv)}"),
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -220,5 +210,9 @@ def _cell(value: dict[str, Any] | None, column: str) -> str:
     return f"{value['mean']:.{digits}f}{spread}"
 
 
+def start() -> None:
+    cli.run(main)
+
+
 if __name__ == "__main__":
-    run(main)
+    start()

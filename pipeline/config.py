@@ -7,6 +7,7 @@ recipe counts, so that all methods share one budget (epochs, batch, optimiser) a
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -18,7 +19,10 @@ from shards.base.settings import Input, NoEffect, Settings, Tree
 from shards.config import BuildConfig, CacheConfig
 
 PROG = "python -m pipeline.train"
-ABOUT = "Train an image classifier on shards whose labels may be wrong and whose classes are long-tailed."
+ABOUT = """Train an image classifier on shards whose labels may be wrong and whose classes are long-tailed.
+
+This starts one rank. For more: torchrun --nproc_per_node=8 --standalone -m pipeline.train [key=value ...]"""
+CONFIGS = Path(__file__).parent / "configs"  # a link to configs/ in the source tree, a folder in the installed package
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -160,6 +164,9 @@ def _section(tree: Tree, key: str) -> Tree:
     return part
 
 
+COMMAND = cli.Command(PROG, ABOUT, Config, combine=combine, configs=CONFIGS)
+
+
 def load(argv: list[str]) -> Config:
     """The settings of a run from its command line."""
-    return cli.load(Config, argv, PROG, ABOUT, combine)
+    return COMMAND.load(argv)

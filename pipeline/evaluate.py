@@ -1,82 +1,141 @@
-"""`python -m pipeline.evaluate RUN [--shards URL] [--split NAME] [--out DIR]`: a trained model on any shards.
+"""`python -m pipeline.evaluate RUN [shards=URL] [split=NAME] [out=DIR]`: the accuracy of a trained model on any shards.
 
-Under torchrun all ranks do it together.
+Under torchrun all ranks share the work.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+from pydantic import Field
 
 from pipeline.process.exit_status import run_rank
+from shards.base import cli
 from shards.base.errors import EXIT_USER_ERROR, UserError
 from shards.base.files import output_folder
+from shards.base.settings import Names, Settings
 
 if TYPE_CHECKING:
     from pipeline.distributed.world import World
     from pipeline.evaluation.accuracy import Evaluation
     from pipeline.inference.open_run import OpenedRun
+    from shards.reader import Split
+
+T = TypeVar("T")
 
 
-def judge(opened: OpenedRun, shards: str, name: str, world: World) -> Evaluation:
-    """The model on one split; true labels where they are known. Called by all ranks."""
+class EvaluateConfig(Settings):
+    run: str = Field(description="output folder, checkpoint, MLflow run id or MLflow model")
+    shards: str = Field("", description="folder or URL of shards; empty = those it was trained on")
+    split: Names = Field([], description="splits, separated by commas; none = all but train")
+    best: bool = Field(False, description="the best checkpoint instead of the newest")
+    uri: str = Field("", description="MLflow tracking URI, for run ids and MLflow models")
+    out: str = Field("", description="folder for evaluation.json and per-class tables; empty = print only")
+
+
+COMMAND = cli.Command(
+    "python -m pipeline.evaluate",
+    "Evaluate a trained model on shards. For more than one rank: torchrun --nproc_per_node=8 -m pipeline.evaluate RUN",
+    EvaluateConfig,
+    words=("run",),
+)
+
+
+def evaluate_split(opened: OpenedRun, split: Split, world: World) -> Evaluation:
+    """The model on one split, by true labels where they are known. Called by all ranks; an error of one rank is raised
+    on all of them."""
     from pipeline.data.loader import open_loader
     from pipeline.distributed.step_sync import StepSync
     from pipeline.evaluation.accuracy import evaluate
 
-    split = opened.split(name, shards)
     model = opened.model
     loader = open_loader(split, model.config.data, model.config.seed, world)
     labels = split.true if (split.true >= 0).any() else split.given
     counts = model.clean_counts  # a class is many, medium or few by what the model was trained on
-    found = evaluate(model.method, name, loader.survey(), labels, counts, world, StepSync(world), model.autocast)
+    errors: list[UserError] = []
+    batches = _until_error(loader.survey(), errors)
+    result = None
+    try:
+        result = evaluate(model.method, split.name, batches, labels, counts, world, StepSync(world), model.autocast)
+    except StopIteration:  # no rank could read a picture
+        errors = errors or [UserError(f"{split.url} has no picture in its split {split.name}.")]
+    raise_everywhere(world, errors[0] if errors else None)
+    assert result is not None
     if model.partial:
-        found.metrics = {key: value for key, value in found.metrics.items() if key.count("/") == 1}
-    return found
+        result.metrics = {key: value for key, value in result.metrics.items() if key.count("/") == 1}
+    return result
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.evaluate", description="Judge a trained model on shards.")
-    parser.add_argument("run", metavar="RUN", help="output folder, checkpoint, MLflow run id or MLflow model")
-    parser.add_argument("--shards", default="", help="folder or URL of shards; default: those it was trained on")
-    parser.add_argument(
-        "--split",
-        action="append",
-        default=[],
-        help="split; may be given several times; default: all but train",
-    )
-    parser.add_argument("--best", action="store_true", help="the best checkpoint instead of the newest")
-    parser.add_argument("--uri", default="", help="MLflow tracking URI, for run ids and MLflow models")
-    parser.add_argument("--out", type=Path, help="folder for evaluation.json and per-class tables")
-    options = parser.parse_args(argv)
-    from pipeline.distributed import world as ranks
+def _until_error(batches: Iterable[T], errors: list[UserError]) -> Iterator[T]:
+    """The batches before an error. The rank goes on without pictures, so that the others do not wait for it."""
+    try:
+        yield from batches
+    except UserError as error:
+        errors.append(error)
+
+
+def raise_everywhere(world: World, error: UserError | None) -> None:
+    """Called by all ranks: raises what any of them met, each sentence once, on every rank."""
+    met: dict[str, list[int]] = {}
+    for rank, sentence in enumerate(world.all_gather_object(str(error) if error else "")):
+        if sentence:
+            met.setdefault(sentence, []).append(rank)
+    if met:
+        lines = [
+            sentence if len(ranks) == world.size else f"rank {', '.join(map(str, ranks))}: {sentence}"
+            for sentence, ranks in met.items()
+        ]
+        raise UserError("\n".join(lines))
+
+
+def _open(config: EvaluateConfig, world: World) -> tuple[OpenedRun, dict[str, Split]]:
+    """The model and the splits to evaluate it on."""
     from pipeline.inference.open_run import open_run, where
     from shards.reader import read_manifest
 
+    if config.out and world.is_main:
+        output_folder(Path(config.out))
+    opened = open_run(config.run, config.uri, config.best)
+    url = where(opened.name, config.shards, opened.shards)
+    names = config.split or [name for name in read_manifest(url).splits if name != "train"]
+    if not names:
+        raise UserError(f"{url} has no split but train. Name it with split=train.")
+    return opened, {name: opened.split(name, url) for name in names}
+
+
+def main(argv: list[str]) -> int:
+    config = COMMAND.load(argv)
+    from pipeline.distributed import world as ranks
+
     world = ranks.init_distributed()
     try:
-        if options.out and world.is_main:
-            output_folder(options.out)
-        opened = open_run(options.run, options.uri, options.best)
-        place = where(opened.name, options.shards, opened.shards)
-        names = options.split or [name for name in read_manifest(place).splits if name != "train"]
-        if not names:
-            raise UserError(f"{place} has no split but train. Name it with --split train.")
-        results = {name: judge(opened, place, name, world) for name in names}
-    except UserError:
+        error: UserError | None = None
+        opened: OpenedRun | None = None
+        splits: dict[str, Split] = {}
+        try:
+            opened, splits = _open(config, world)
+        except UserError as own:
+            error = own
+        raise_everywhere(world, error)
+        assert opened is not None
+        results = {name: evaluate_split(opened, split, world) for name, split in splits.items()}
+    except UserError as shared:
         if world.is_main:
-            raise
-        return EXIT_USER_ERROR  # told once, by the lead
+            print(f"error: {shared}", file=sys.stderr, flush=True)
+        world.barrier()  # torchrun ends the other ranks when the first one exits: not before the error is printed
+        return EXIT_USER_ERROR
     finally:
         ranks.shutdown_distributed()
     if world.is_main:
         for name, result in results.items():
             _print(name, opened, result)
-        if options.out:
-            _write(options.out, opened, results)
+        if config.out:
+            _write(Path(config.out), opened, results)
     return 0
 
 
@@ -99,12 +158,12 @@ def _print(name: str, opened: OpenedRun, result: Evaluation) -> None:
 
 
 def _write(out: Path, opened: OpenedRun, results: dict[str, Evaluation]) -> None:
-    facts = {
+    record = {
         "run": opened.name,
         "run_id": opened.run_id,
         "metrics": {name: result.metrics for name, result in results.items()},
     }
-    (out / "evaluation.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    (out / "evaluation.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     for name, result in results.items():
         with (out / f"classes-{name}.csv").open("w", newline="", encoding="utf-8") as file:
             table = csv.writer(file)
@@ -115,5 +174,9 @@ def _write(out: Path, opened: OpenedRun, results: dict[str, Evaluation]) -> None
     print(f"wrote {out / 'evaluation.json'}")
 
 
-if __name__ == "__main__":
+def start() -> None:
     run_rank(main)
+
+
+if __name__ == "__main__":
+    start()

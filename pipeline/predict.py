@@ -7,7 +7,6 @@ appear as they are computed; a picture that cannot be read is reported on standa
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import deque
@@ -17,15 +16,36 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from pydantic import Field, PositiveInt
+
 from shards.base import cli
 from shards.base.errors import UserError
 from shards.base.files import output_folder
+from shards.base.settings import Settings
 from shards.config import SUFFIXES
 
 if TYPE_CHECKING:
     from pipeline.inference.model import Model, Prediction
 
 MAX_BYTES = 64 << 20
+
+
+class PredictConfig(Settings):
+    run: str = Field(description="output folder, checkpoint, MLflow run id or MLflow model")
+    pictures: list[str] = Field(min_length=1, description="files, folders, or - for paths on standard input")
+    jsonl: bool = Field(False, description="one JSON object per line instead of a table")
+    top: PositiveInt = Field(1, description="how many classes to name")
+    best: bool = Field(False, description="the best checkpoint instead of the newest")
+    uri: str = Field("", description="MLflow tracking URI, for run ids and MLflow models")
+    out: str = Field("", description="file for the answers; empty = standard output")
+
+
+COMMAND = cli.Command(
+    "python -m pipeline.predict",
+    "Classify picture files, one after the other. A picture that cannot be read is reported and skipped.",
+    PredictConfig,
+    words=("run", "pictures"),
+)
 
 
 def find_pictures(names: Iterable[str], stdin: IO[str]) -> Iterator[Path]:
@@ -67,37 +87,27 @@ def answers(model: Model, paths: Iterable[Path]) -> Iterator[tuple[Path, Predict
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.predict", description=__doc__.split("\n\n")[1])
-    parser.add_argument("run", metavar="RUN", help="output folder, checkpoint, MLflow run id or MLflow model")
-    parser.add_argument(
-        "pictures", nargs="+", metavar="PICTURES", help="files, folders, or - for paths on standard input"
-    )
-    parser.add_argument("--jsonl", action="store_true", help="one JSON object per line instead of a table")
-    parser.add_argument("--top", type=int, default=1, help="how many classes to name (default 1)")
-    parser.add_argument("--best", action="store_true", help="the best checkpoint instead of the newest")
-    parser.add_argument("--uri", default="", help="MLflow tracking URI, for run ids and MLflow models")
-    parser.add_argument("--out", type=Path, help="file for the answers instead of standard output")
-    options = parser.parse_args(argv)
-    missing = [name for name in options.pictures if name != "-" and not Path(name).exists()]
-    if missing:  # told before torch is loaded, and before the first answer
+    config = COMMAND.load(argv)
+    missing = [name for name in config.pictures if name != "-" and not Path(name).exists()]
+    if missing:  # before torch is imported, and before the first answer
         raise UserError(
             f"There is no file {missing[0]}. Give picture files, folders, or - for a list on standard input."
         )
-    paths = find_pictures(options.pictures, sys.stdin)
+    paths = find_pictures(config.pictures, sys.stdin)
     first = next(paths, None)
     if first is None:
         raise UserError("There is no picture (.jpg, .png, .webp) in what was given.")
     from pipeline.inference.open_run import open_run
 
-    model = open_run(options.run, options.uri, options.best).model
+    model = open_run(config.run, config.uri, config.best).model
     done = skipped = 0
-    with _open(options.out) if options.out else nullcontext(sys.stdout) as file:
+    with _open(Path(config.out)) if config.out else nullcontext(sys.stdout) as file:
         for path, answer, problem in answers(model, chain([first], paths)):
             if answer.scores is None:
                 print(f"skipped {path}: {problem}", file=sys.stderr)
                 skipped += 1
                 continue
-            print(_line(path, answer, model.classes, options.top, options.jsonl), file=file, flush=True)
+            print(_line(path, answer, model.classes, config.top, config.jsonl), file=file, flush=True)
             done += 1
     if skipped:
         print(f"{done} answered, {skipped} skipped.", file=sys.stderr)
@@ -109,18 +119,22 @@ def _open(path: Path) -> IO[str]:
     try:
         return path.open("w", encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--out: {path} cannot be written ({error.strerror}). Choose another file.") from None
+        raise UserError(f"out={path} cannot be written ({error.strerror}). Choose another file.") from None
 
 
 def _line(path: Path, answer: Prediction, classes: list[str], top: int, as_json: bool) -> str:
     assert answer.scores is not None
-    order = answer.scores.argsort()[::-1][: max(1, min(top, len(classes)))]
-    found = [(classes[k], float(answer.scores[k])) for k in order]
+    order = answer.scores.argsort()[::-1][:top]
+    best = [(classes[k], float(answer.scores[k])) for k in order]
     if as_json:
-        named = [{"label": name, "score": score} for name, score in found]
+        named = [{"label": name, "score": score} for name, score in best]
         return json.dumps({"path": str(path), **named[0], "top": named})
-    return "\t".join([str(path), *(f"{name}\t{score:.4f}" for name, score in found)])
+    return "\t".join([str(path), *(f"{name}\t{score:.4f}" for name, score in best)])
+
+
+def start() -> None:
+    cli.run(main)
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    start()

@@ -1,24 +1,35 @@
-"""`python -m pipeline.report [--experiment NAME ...] [--uri URI] [--out DIR]`: what the runs in MLflow
-amount to.
+"""`python -m pipeline.report [experiment=A,B] [uri=URI] [out=DIR]`: compare the runs in MLflow.
 
-Writes report.html (one file, nothing loaded from anywhere), report.md and the pictures, and prints the
-comparison. Every number of ours stands with the ids of the runs it comes from; a cell of the paper's tables
-that nobody ran says so.
+Writes report.html (one file that loads nothing), report.md and the figures, and prints the comparison. Every
+number of ours is shown with the ids of its runs. A cell of the paper's tables without a run says so.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import Field
+
 from pipeline.tracking.tracker import DEFAULT_URI, tracking_uri
 from shards.base import cli
+from shards.base.settings import Names, Settings
 
 if TYPE_CHECKING:
     from pipeline.reports.run_table import Result
+
+
+class ReportConfig(Settings):
+    experiment: Names = Field([], description="MLflow experiments, separated by commas; none = all")
+    uri: str = Field("", description=f"MLflow tracking URI; empty = MLFLOW_TRACKING_URI, then {DEFAULT_URI}")
+    out: str = Field("report", min_length=1, description="folder for report.html and report.md")
+
+
+COMMAND = cli.Command(
+    "python -m pipeline.report", "Compare the runs in MLflow, beside the paper's tables.", ReportConfig
+)
 
 
 def print_comparison(runs: Sequence[Result]) -> None:
@@ -32,8 +43,8 @@ def print_comparison(runs: Sequence[Result]) -> None:
     for variant, rows in compare(runs).items():
         header, body = comparison_table(rows)
         grid = Grid(title=variant_title(variant), title_justify="left")
-        for place, name in enumerate(header):
-            grid.add_column(name, justify="left" if place == 0 else "right", overflow="fold")
+        for column, name in enumerate(header):
+            grid.add_column(name, justify="left" if column == 0 else "right", overflow="fold")
         for line in body:
             grid.add_row(*line)
         console.print(grid)
@@ -42,32 +53,19 @@ def print_comparison(runs: Sequence[Result]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline.report", description="Compare the runs in MLflow, beside the paper's tables."
-    )
-    parser.add_argument(
-        "--experiment",
-        action="append",
-        default=[],
-        help="MLflow experiment; may be given several times; default: all",
-    )
-    parser.add_argument(
-        "--uri", default="", help=f"MLflow tracking URI; default: MLFLOW_TRACKING_URI, then {DEFAULT_URI}"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("report"),
-        help="folder for report.html and report.md (default: report)",
-    )
-    options = parser.parse_args(argv)
+    config = COMMAND.load(argv)
     from pipeline.reports.report import write_report
 
-    runs = write_report(tracking_uri(options.uri), options.experiment, options.out)
+    out = Path(config.out)
+    runs = write_report(tracking_uri(config.uri), config.experiment, out)
     print_comparison(runs)
-    print(f"wrote {options.out / 'report.html'} and {options.out / 'report.md'}")
+    print(f"wrote {out / 'report.html'} and {out / 'report.md'}")
     return 0
 
 
-if __name__ == "__main__":
+def start() -> None:
     cli.run(main)
+
+
+if __name__ == "__main__":
+    start()

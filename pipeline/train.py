@@ -77,5 +77,9 @@ def train(trainer: Trainer) -> int:
     return write_exit_status("finished")
 
 
-if __name__ == "__main__":
+def start() -> None:
     run_rank(main)
+
+
+if __name__ == "__main__":
+    start()

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shards import manifest
-from shards.base.cli import load, run
+from shards.base import cli
 from shards.base.errors import UserError
 from shards.base.files import removed_lock
 from shards.base.progress import Log
@@ -24,6 +24,7 @@ from shards.sources import collect
 from shards.write import leave_out_pandas, prepare
 
 ABOUT = "Turn pictures into shards: webdataset tars or an FFCV file, a sample table and a manifest."
+COMMAND = cli.Command("python -m shards.build", ABOUT, BuildConfig)
 
 
 def ensure(config: BuildConfig, log: Log = print, rank: int = 0, world: int = 1) -> str:
@@ -86,7 +87,7 @@ def _build_lock(store: Store, world: int) -> Iterator[None]:
 
 
 def main(argv: list[str]) -> int:
-    config = load(BuildConfig, argv, "python -m shards.build", ABOUT)
+    config = COMMAND.load(argv)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     log: Log = print if rank == 0 else lambda text: None
     if world == 1 and config.writers != 1 and not config.url:
@@ -95,10 +96,15 @@ def main(argv: list[str]) -> int:
     if rank == 0 and not config.url:
         remove_leftovers(store_at(place), read_manifest(place))
     shown = repr(store_at(place))
-    log(f"Finished shards: {shown}. Look at them with: python -m shards.inspect {shlex.quote(shown)}")
+    inspect = cli.command_name("python -m shards.inspect")
+    log(f"Finished shards: {shown}. Look at them with: {inspect} {shlex.quote(shown)}")
     return 0
 
 
-if __name__ == "__main__":
+def start() -> None:
     leave_out_pandas()
-    run(main)
+    cli.run(main)
+
+
+if __name__ == "__main__":
+    start()

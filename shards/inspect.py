@@ -16,7 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from shards.base.cli import load, run
+from shards.base import cli
 from shards.base.errors import UserError
 from shards.base.redact import redact
 from shards.base.settings import Settings
@@ -24,7 +24,7 @@ from shards.bias import counts_of
 from shards.config import CacheConfig
 from shards.picture import to_rgb
 from shards.reader import Split, open_split, read_manifest
-from shards.verify import files, with_url
+from shards.verify import files
 
 ABOUT = "Show what is in finished shards, and draw a contact sheet of pictures with given and true labels."
 RIGHT, WRONG, UNKNOWN = (38, 132, 76), (196, 48, 43), (140, 140, 140)
@@ -32,7 +32,7 @@ TILE, CAPTION, GAP, LEFT = 88, 18, 10, 190
 
 
 class InspectConfig(Settings):
-    url: str = Field(default="", description="the shards: a folder or URL (may be given without url=)")
+    url: str = Field(min_length=1, description="the shards: a folder or URL")
     split: str = Field(default="train", description="the split on the contact sheet")
     sheet: str = Field(
         default="contact_sheet.png",
@@ -42,6 +42,9 @@ class InspectConfig(Settings):
     columns: int = Field(default=10, ge=1, le=50, description="pictures of each class")
     seed: int = Field(default=0, ge=0, description="chooses the pictures")
     cache: CacheConfig = Field(default_factory=CacheConfig, description="copies of remote shards")
+
+
+COMMAND = cli.Command("python -m shards.inspect", ABOUT, InspectConfig, words=("url",))
 
 
 def show(url: str, split: Split, console: Console) -> None:
@@ -156,27 +159,29 @@ def _fit(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: i
 
 
 def main(argv: list[str]) -> int:
-    config = load(InspectConfig, with_url(argv, InspectConfig), "python -m shards.inspect URL", ABOUT)
-    if not config.url:
-        raise UserError("Which shards? Write: python -m shards.inspect URL")
+    config = COMMAND.load(argv)
     split = open_split(config.url, config.split, config.cache)
     show(config.url, split, Console())
     if config.sheet and not split.info.shards:
         print("No contact sheet: there are FFCV files only.")
     elif config.sheet:
-        place = Path(config.sheet).expanduser().absolute()
-        if place.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
+        path = Path(config.sheet).expanduser().absolute()
+        if path.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
             raise UserError(f"sheet={config.sheet}: give the contact sheet a name that ends in .png or .jpg.")
         sheet = contact_sheet(split, config.rows, config.columns, config.seed)
         try:
-            sheet.save(place)
+            sheet.save(path)
         except OSError as error:
             raise UserError(
-                f"sheet={config.sheet} cannot be written ({error.strerror}). Choose another place."
+                f"sheet={config.sheet} cannot be written ({error.strerror}). Choose another path."
             ) from None
-        print(f"Contact sheet: {place}")
+        print(f"Contact sheet: {path}")
     return 0
 
 
+def start() -> None:
+    cli.run(main)
+
+
 if __name__ == "__main__":
-    run(main)
+    start()

@@ -18,7 +18,7 @@ import pyarrow.parquet
 from pydantic import Field
 
 from shards import manifest
-from shards.base.cli import load, run
+from shards.base import cli
 from shards.base.errors import UserError
 from shards.base.progress import Progress
 from shards.base.redact import redact
@@ -39,7 +39,7 @@ Tell = Callable[[str], None]
 
 
 class VerifyConfig(Settings):
-    url: str = Field(default="", description="the shards: a folder or URL (may be given without url=)")
+    url: str = Field(min_length=1, description="the shards: a folder or URL")
     decode: bool = Field(default=False, description="decode every picture")
     max_pixels: int = Field(
         default=0, ge=0, description="larger pictures count as wrong; 0: the limit the shards were built with"
@@ -47,11 +47,7 @@ class VerifyConfig(Settings):
     cache: CacheConfig = Field(default_factory=CacheConfig, description="copies of remote shards, one at a time")
 
 
-def with_url(argv: list[str], schema: type[Settings]) -> list[str]:
-    """`URL key=value` as `url=URL key=value`."""
-    if argv and not argv[0].startswith("-") and argv[0].split("=")[0].split(".")[0] not in schema.model_fields:
-        return [f"url={json.dumps(argv[0])}", *argv[1:]]  # in quotes: a folder may be called 2024
-    return argv
+COMMAND = cli.Command("python -m shards.verify", ABOUT, VerifyConfig, words=("url",))
 
 
 def verify(config: VerifyConfig, tell: Tell) -> int:
@@ -257,9 +253,7 @@ class _SplitCheck:
 
 
 def main(argv: list[str]) -> int:
-    config = load(VerifyConfig, with_url(argv, VerifyConfig), "python -m shards.verify URL", ABOUT)
-    if not config.url:
-        raise UserError("Which shards? Write: python -m shards.verify URL")
+    config = COMMAND.load(argv)
     problems = verify(config, print)
     about = read_manifest(config.url)
     samples = sum(info.samples for info in about.splits.values())
@@ -272,5 +266,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def start() -> None:
+    cli.run(main)
+
+
 if __name__ == "__main__":
-    run(main)
+    start()

@@ -56,7 +56,7 @@ def where(run: str, url: str, own: str) -> str:
     try:
         read_manifest(own)
     except UserError as error:
-        raise UserError(f"{error} {run} was trained on them; if they are elsewhere now, add --shards.") from None
+        raise UserError(f"{error} {run} was trained on them; if they are elsewhere now, add shards=URL.") from None
     return own
 
 
@@ -70,7 +70,7 @@ def open_run(run: str, uri: str = "", best: bool = False, shards: str = "", own_
         return _mlflow_run(run, tracking_uri(uri), best, shards, own_labels)
     single = run.startswith(("models:/", "runs:/")) or (Path(run) / MODEL_INFO).is_file()
     if single and best:
-        raise UserError(f"--best chooses among checkpoints, and {run} is one model. Give the run's folder or id.")
+        raise UserError(f"best=true chooses among checkpoints, and {run} is one model. Give the run's folder or id.")
     if single:
         return _exported(Path(run), run) if Path(run).is_dir() else _mlflow_model(run, tracking_uri(uri))
     if "://" not in run and not Path(run).exists():
@@ -95,7 +95,7 @@ def _checkpoint(run: str, loaded: Loaded, shards: str, own_labels: bool) -> Open
     if own_labels:
         split = open_split(where(run, shards, place))
         if split.manifest.hash != data["manifest"]:
-            raise UserError(f"{run} was trained on other shards than {shards or place}. Give its own by --shards.")
+            raise UserError(f"{run} was trained on other shards than {shards or place}. Give its own by shards=URL.")
         given = split.given
     counts = data.get("clean_counts", data["given_counts"])
     model = restore(
@@ -126,7 +126,7 @@ def _mlflow_run(run_id: str, uri: str, best: bool, shards: str, own_labels: bool
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            raise UserError(f"There is no run {run_id} at {redact(uri)}. Check the id and --uri.") from None
+            raise UserError(f"There is no run {run_id} at {redact(uri)}. Check the id and uri=.") from None
     for key in ("checkpoint.url", "output"):
         place = run.data.params.get(key, "")
         try:
@@ -137,7 +137,7 @@ def _mlflow_run(run_id: str, uri: str, best: bool, shards: str, own_labels: bool
         if loaded and loaded.tree.get("tracking", {}).get("job") == run.data.tags.get(JOB_TAG):
             return replace(_checkpoint(place, loaded, shards, own_labels), run_id=run_id)
     if best:
-        raise UserError(f"The checkpoints of run {run_id} are not here; without --best its final model is taken.")
+        raise UserError(f"The checkpoints of run {run_id} are not here; without best=true its final model is taken.")
     return _mlflow_model(f"runs:/{run_id}/model", uri)
 
 

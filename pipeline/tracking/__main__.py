@@ -1,12 +1,13 @@
-"""`python -m pipeline.tracking replay FOLDER`: send what a dead job left in its journal."""
+"""`python -m pipeline.tracking replay FOLDER [uri=URI]`: send to MLflow what a dead job left in its journal."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 from pathlib import Path
+
+from pydantic import Field
 
 from pipeline.tracking import journal
 from pipeline.tracking.journal import Journal, lock, pending
@@ -15,6 +16,19 @@ from shards.base import cli, settings
 from shards.base.errors import UserError
 from shards.base.files import atomic_write
 from shards.base.redact import one_line, redact
+from shards.base.settings import Settings
+
+PROG = "python -m pipeline.tracking replay"
+
+
+class ReplayConfig(Settings):
+    folder: str = Field(min_length=1, description="output folder of the run")
+    uri: str = Field("", description="MLflow tracking URI; empty = MLFLOW_TRACKING_URI, then the run's own setting")
+
+
+COMMAND = cli.Command(
+    PROG, "Send to MLflow what a job left in its journal when the server was away.", ReplayConfig, words=("folder",)
+)
 
 
 def replay(folder: Path, uri: str) -> int:
@@ -66,28 +80,29 @@ def _note_run(file: Path, run_id: str) -> None:
 
 def _uri_of(folder: Path) -> str:
     config = folder / "config.yaml"
-    uri = settings.read_yaml(config).get("tracking", {}).get("uri", "") if config.is_file() else ""
+    uri: str = settings.read_yaml(config).get("tracking", {}).get("uri", "") if config.is_file() else ""
     if not uri or "***" in uri:
-        raise UserError(f"{folder} does not say where to; add --uri, for example --uri sqlite:///runs/mlflow.db")
+        raise UserError(f"{config} names no MLflow server. Add one, for example uri=sqlite:///runs/mlflow.db")
     return uri
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.tracking", description=__doc__.split("\n\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("replay", help="ship the journal of a job that ended while the server was away")
-    command.add_argument("folder", type=Path, help="output folder of the run")
-    command.add_argument(
-        "--uri", default="", help="MLflow tracking URI; default: MLFLOW_TRACKING_URI, then the run's config"
-    )
-    options = parser.parse_args(argv)
-    uri = options.uri or os.environ.get("MLFLOW_TRACKING_URI") or _uri_of(options.folder)
-    count = replay(options.folder, uri)
-    print(
-        f"{count} records shipped to {redact(uri)}." if count else "Nothing was left to ship.",
-        file=sys.stderr,
-    )
+    if argv[:1] != ["replay"] and not {"-h", "--help"} & set(argv):
+        raise UserError(f"Write: {cli.command_name(PROG)} FOLDER [uri=URI]")
+    return replay_command(argv[1:] if argv[0] == "replay" else argv)
+
+
+def replay_command(argv: list[str]) -> int:
+    config = COMMAND.load(argv)
+    folder = Path(config.folder)
+    uri = config.uri or os.environ.get("MLFLOW_TRACKING_URI") or _uri_of(folder)
+    count = replay(folder, uri)
+    print(f"{count} records sent to {redact(uri)}." if count else "Nothing was left to send.", file=sys.stderr)
     return 0
+
+
+def start() -> None:
+    cli.run(replay_command)
 
 
 if __name__ == "__main__":

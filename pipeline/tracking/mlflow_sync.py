@@ -61,13 +61,13 @@ def mlflow_client(uri: str) -> Iterator[MlflowClient]:
     """A client for commands that read runs: creates nothing; a server that does not answer is a UserError."""
     database = sqlite_path(uri)
     if database is not None and not database.is_file():
-        raise UserError(f"There is no MLflow database {database}. Train something first, or give --uri.")
+        raise UserError(f"There is no MLflow database {database}. Train something first, or give uri=.")
     try:
         client, clean = create_client(uri)
         mlflow.set_tracking_uri(clean)  # downloads use this one, not the client's
         yield client
     except (mlflow.MlflowException, SQLAlchemyError, OSError) as error:
-        raise UserError(f"MLflow at {redact(uri)}: {one_line(error)}. Check --uri and the server.") from error
+        raise UserError(f"MLflow at {redact(uri)}: {one_line(error)}. Check uri= and the server.") from error
 
 
 def without_credentials(uri: str) -> str:

@@ -3,7 +3,7 @@
 Rank 0 appends to the run's journal and returns. A thread imports mlflow, sends the journal in batches and, when the
 server comes back, continues where it stopped. What a dead job left is sent by
 
-    python -m pipeline.tracking replay FOLDER [--uri URI]
+    python -m pipeline.tracking replay FOLDER [uri=URI]
 
 One job is one MLflow run, whatever the number of ranks and restarts: the job's key is in the journal, in the
 checkpoint and a tag of the run.

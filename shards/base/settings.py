@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
 from shards.base.errors import UserError
@@ -43,6 +43,15 @@ NoEffect = Annotated[T, Effect.NONE]
 Tree = dict[str, Any]
 
 
+def _split_commas(value: object) -> object:
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return [str(part) for part in value] if isinstance(value, list) else value
+
+
+Names = Annotated[list[str], BeforeValidator(_split_commas)]  # written a,b,c, or as a list
+
+
 class _StrictLoader(yaml.SafeLoader):
     """Safe YAML that also refuses a key written twice."""
 
@@ -56,13 +65,30 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def find_config(path: str | Path, shipped: Path | None = None) -> Path:
+    """The file meant by --config. `digits` and `configs/digits.yaml` mean a shipped file where no such file is."""
+    file = Path(path)
+    if file.is_file():
+        return file
+    names = {own.stem: own for own in sorted(shipped.glob("*.yaml"))} if shipped else {}
+    plain = file.parent in (Path(), Path("configs")) and file.suffix in ("", ".yaml", ".yml")
+    if plain and file.stem in names:
+        return names[file.stem]
+    near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.y*ml")], 1)
+    by_name = difflib.get_close_matches(file.stem, names, 1) if plain else []
+    if near:
+        hint = f" Did you mean {file.parent / near[0]}?"
+    elif by_name:
+        hint = f" Did you mean {by_name[0]}?"
+    else:
+        hint = " Check the path given with --config."
+    known = f" Files that come along: {', '.join(names)}." if names else ""
+    raise UserError(f"There is no config file {file}.{hint}{known}")
+
+
 def read_yaml(path: str | Path) -> Tree:
     """The mapping in a YAML file; plain data only."""
-    file = Path(path)
-    if not file.is_file():
-        near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.y*ml")], 1)
-        hint = f" Did you mean {file.parent / near[0]}?" if near else " Check the path given with --config."
-        raise UserError(f"There is no config file {file}.{hint}")
+    file = find_config(path)
     if file.stat().st_size > MAX_CONFIG_BYTES:
         raise UserError(f"{file} is larger than 1 MiB; a config file holds settings only.")
     try:
@@ -104,11 +130,15 @@ def parse_override(text: str) -> Tree:
             value = float(value)
         elif " #" in raw:  # a path, not a comment
             value = raw
-    *sections, last = key.split(".")
-    tree: Tree = {last: value}
-    for section in reversed(sections):
-        tree = {section: tree}
-    return tree
+    return nest(key.split("."), value)
+
+
+def nest(keys: list[str], value: Any) -> Tree:
+    """["a", "b"], 3 as {"a": {"b": 3}}."""
+    tree: Any = value
+    for key in reversed(keys):
+        tree = {key: tree}
+    return dict(tree)
 
 
 def _is_number(text: str) -> bool:
@@ -196,6 +226,9 @@ def _sentence(schema: type[Settings], item: Any) -> str:
         near = difflib.get_close_matches(str(wrong), names, 1, 0.4)
         hint = f" Did you mean '{near[0]}'?" if near else ""
         return f"{name}: '{redact(str(wrong))}' is not one of {', '.join(names)}.{hint}"
+    if kind == "missing":
+        meaning = next((field.description for key, field, _ in _fields_at(schema, place) if key == place[-1]), "")
+        return f"{name} is missing{f': {meaning}' if meaning else ''}. Write {name}=..."
     if kind in ("model_type", "model_attributes_type"):
         inside = [f"{name}.{key}" for key, _, _ in _fields_at(schema, [*place, ""])]
         return f"{name} is a group of settings. Set one of {', '.join(inside)}."

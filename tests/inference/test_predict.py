@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from mlflow_store import client_of
-from trained import Trained, command, train
+from ranks import free_port, on_ranks, worker_env
+from trained import ROOT, Trained, command, train
 
+from pipeline.distributed.world import World
 from pipeline.inference.open_run import open_run
 from shards.base.errors import UserError
 from shards.build import ensure
@@ -74,7 +80,7 @@ numpy.save({str(pictures / "scores.npy")!r}, numpy.array(answers["scores"].tolis
 
 
 def test_predict_streams_lines_and_reports_a_picture_that_cannot_be_read(trained: Trained, pictures: Path) -> None:
-    done = command("pipeline.predict", trained.folder, pictures, "--jsonl", "--top", 3)
+    done = command("pipeline.predict", trained.folder, pictures, "jsonl=true", "top=3")
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert [Path(answer["path"]).name for answer in answers] == [f"{k}.png" for k in range(8)]
     assert all(len(answer["top"]) == 3 and answer["label"] == answer["top"][0]["label"] for answer in answers)
@@ -91,14 +97,14 @@ def test_predict_says_what_is_wrong_before_it_loads_anything(pictures: Path) -> 
 
 def test_answers_go_to_a_file_where_one_can_be(trained: Trained, pictures: Path, tmp_path: Path) -> None:
     model = trained.folder / "model"
-    command("pipeline.predict", model, pictures / "0.png", "--out", tmp_path / "new" / "answers.tsv")
+    command("pipeline.predict", model, pictures / "0.png", f"out={tmp_path}/new/answers.tsv")
     assert (tmp_path / "new" / "answers.tsv").read_text().startswith(str(pictures / "0.png"))
-    done = command("pipeline.predict", model, pictures / "0.png", "--out", tmp_path / "new", ok=False)
+    done = command("pipeline.predict", model, pictures / "0.png", f"out={tmp_path}/new", ok=False)
     assert (done.returncode, "cannot be written" in done.stderr) == (2, True)
 
 
 def test_evaluate_gives_the_accuracy_the_run_ended_with(trained: Trained, tmp_path: Path) -> None:
-    command("pipeline.evaluate", trained.folder, "--out", tmp_path)
+    command("pipeline.evaluate", trained.folder, f"out={tmp_path}")
     metrics = json.loads((tmp_path / "evaluation.json").read_text())["metrics"]["test"]
     assert metrics["test/top1"] == trained.summary["last"]
     assert metrics["test/many"] == trained.summary["many"]
@@ -107,24 +113,99 @@ def test_evaluate_gives_the_accuracy_the_run_ended_with(trained: Trained, tmp_pa
 
 def test_evaluate_on_two_ranks_says_what_one_says(trained: Trained, tmp_path: Path) -> None:
     ranks = ["--standalone", "--nproc_per_node=2", "-m", "pipeline.evaluate"]
-    out = command("torch.distributed.run", *ranks, trained.folder, "--out", tmp_path / "two")
+    out = command("torch.distributed.run", *ranks, trained.folder, f"out={tmp_path}/two")
     assert out.stdout.count("wrote") == 1
-    command("pipeline.evaluate", trained.folder, "--out", tmp_path / "one")
+    command("pipeline.evaluate", trained.folder, f"out={tmp_path}/one")
     one, two = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("one", "two"))
     assert two["metrics"]["test"] == pytest.approx(one["metrics"]["test"], rel=1e-5)
     classes = [(tmp_path / name / "classes-test.csv").read_bytes() for name in ("one", "two")]
     assert classes[0] == classes[1]
 
 
+def evaluate_on_two_ranks(folders: list[Path], *words: object) -> list[tuple[int, str]]:
+    """(exit code, standard error) of `pipeline.evaluate` on ranks that run in different folders, as on two machines."""
+    port = str(free_port())
+    started = []
+    for rank, folder in enumerate(folders):
+        ranks = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+        env = worker_env() | ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
+        line = [sys.executable, "-m", "pipeline.evaluate", *map(str, words)]
+        started.append(subprocess.Popen(line, cwd=folder, env=env, stderr=subprocess.PIPE, text=True))
+    return [(process.wait(timeout=200), process.communicate()[1]) for process in started]
+
+
+@pytest.mark.dist
+def test_an_error_that_only_another_rank_meets_is_told_once(trained: Trained, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        shutil.copytree(trained.shards, folder / "shards")
+    (first / "run").symlink_to(trained.folder)
+    (code, told), (other_code, other_told) = evaluate_on_two_ranks([first, second], "run")
+    assert (code, other_code, other_told) == (2, 2, "")
+    assert told == "error: rank 1: There is no run 'run': it is no folder, no URL and no MLflow run id.\n"
+    # A damaged copy of the shards on one machine.
+    for tar in (second / "shards").glob("test-*.tar"):
+        tar.write_bytes(tar.read_bytes()[:-2000])
+    (code, told), (other_code, other_told) = evaluate_on_two_ranks([first, second], trained.folder, "shards=shards")
+    assert (code, other_code, other_told) == (2, 2, "")
+    assert told.startswith("error: rank 1: ")
+    assert told.count(".tar") == 1
+    # What all of them meet is told once.
+    (code, told), (other_code, other_told) = evaluate_on_two_ranks([first, second], "nothing")
+    assert (code, other_code, other_told) == (2, 2, "")
+    assert told == "error: There is no run 'nothing': it is no folder, no URL and no MLflow run id.\n"
+
+
+def evaluate_until_shards_are_gone(world: World, run: Path, failing: list[int], batches: int) -> str:
+    """The sentence every rank ends with when shards are lost on some ranks after so many batches."""
+    from pipeline.data import loader as module
+    from pipeline.evaluate import evaluate_split
+
+    class Failing:
+        def __init__(self, loader: module.Loader) -> None:
+            self.loader = loader
+
+        def survey(self) -> Iterator[Any]:
+            yield from islice(self.loader.survey(), batches)
+            raise UserError(f"shard {world.rank} is gone.")
+
+    real = module.open_loader
+    if world.rank in failing:
+        module.open_loader = lambda *args: Failing(real(*args))  # type: ignore[assignment,return-value]
+    opened = open_run(str(run))
+    try:
+        return f"accuracy {evaluate_split(opened, opened.split('test'), world).metrics['test/top1']}"
+    except UserError as error:
+        return str(error)
+    finally:
+        module.open_loader = real
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("failing", "batches", "expected"),
+    [
+        ([1], 1, "rank 1: shard 1 is gone."),
+        ([0], 0, "rank 0: shard 0 is gone."),
+        ([0, 1], 0, "rank 0: shard 0 is gone.\nrank 1: shard 1 is gone."),
+    ],
+)
+def test_an_error_in_the_middle_of_an_evaluation_reaches_every_rank(
+    trained: Trained, failing: list[int], batches: int, expected: str
+) -> None:
+    told = on_ranks(2, evaluate_until_shards_are_gone, trained.folder, failing, batches)
+    assert told == [expected, expected]
+
+
 def test_groups_are_those_of_the_models_own_training_set_on_any_shards(trained: Trained, tmp_path: Path) -> None:
     """Here every class has more than 100 pictures."""
-    from pipeline.distributed.world import World
-    from pipeline.evaluate import judge
+    from pipeline.evaluate import evaluate_split
 
     other = ensure(BuildConfig(rho=1, noise=0, output=str(tmp_path / "even")))
     own = [trained.summary[group] for group in ("many", "medium", "few")]
     for place in (trained.folder, trained.folder / "model"):
-        metrics = judge(open_run(str(place)), other, "test", World()).metrics
+        opened = open_run(str(place))
+        metrics = evaluate_split(opened, opened.split("test", other), World()).metrics
         assert [metrics[f"test/{group}"] for group in ("many", "medium", "few")] == own
 
 
@@ -176,11 +257,11 @@ def test_checkpoints_in_a_bucket_without_credentials_are_a_sentence(monkeypatch:
 
 def test_one_model_has_no_best_checkpoint_and_moved_shards_are_asked_for(trained: Trained, tmp_path: Path) -> None:
     for one in ("models:/digits/1", str(trained.folder / "model")):
-        with pytest.raises(UserError, match="--best chooses among checkpoints"):
+        with pytest.raises(UserError, match="best=true chooses among checkpoints"):
             open_run(one, trained.uri, best=True)
     opened = open_run(str(trained.folder / "model"))
     opened.shards = str(tmp_path / "gone")
-    with pytest.raises(UserError, match=r"no finished shards at .*; if they are elsewhere now, add --shards"):
+    with pytest.raises(UserError, match=r"no finished shards at .*; if they are elsewhere now, add shards="):
         opened.split("test")
 
 

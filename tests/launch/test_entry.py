@@ -16,7 +16,7 @@ from pipeline.process import exit_status
 
 WORKER = """
 import os, signal, sys, time
-from pipeline.process.exit_status import record
+from pipeline.process.exit_status import write_exit_status
 from pipeline.process.stop_request import StopRequest, die_with_parent
 
 die_with_parent()
@@ -29,7 +29,7 @@ what = sys.argv[1]
 if what == "wait":
     while not stop.wanted:
         time.sleep(0.02)
-    sys.exit(record("stopped", stop.wanted))
+    sys.exit(write_exit_status("stopped", stop.wanted))
 if what == "hang":
     time.sleep(60)
 if what == "die" and rank == 1:
@@ -39,18 +39,18 @@ if what == "die":
         time.sleep(0.02)
     sys.exit(1)
 if what == "refuse" or what == "one refuses" and rank == 1:
-    sys.exit(record("refused", "the shards have 10 classes, the checkpoint 7."))
+    sys.exit(write_exit_status("refused", "the shards have 10 classes, the checkpoint 7."))
 if what == "one refuses":
     while not stop.wanted:
         time.sleep(0.02)
-    sys.exit(record("failed", "connection closed by peer"))
+    sys.exit(write_exit_status("failed", "connection closed by peer"))
 if what == "recover" and attempt == 0:
-    sys.exit(record("failed", "a passing trouble"))
+    sys.exit(write_exit_status("failed", "a passing trouble"))
 if what == "deadline":
-    sys.exit(record("stopped", "the deadline of 5 minutes has passed"))
+    sys.exit(write_exit_status("stopped", "the deadline of 5 minutes has passed"))
 if what == "raise":
     raise RuntimeError("boom")
-sys.exit(record("finished"))
+sys.exit(write_exit_status("finished"))
 """
 
 

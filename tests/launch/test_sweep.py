@@ -21,12 +21,10 @@ QUICK = [
 def test_a_sweep_makes_one_row_for_all_seeds(digits, tmp_path, capsys) -> None:
     out = tmp_path / "sweep"
     words = [
-        "--out",
-        str(out),
-        "--vary",
-        "method.name=cross_entropy",
-        "--vary",
-        "seed=0,1",
+        f"out={out}",
+        "vary.method.name=cross_entropy",
+        "vary.seed=0,1",
+        "--",
         f"shards.url={digits}",
         *QUICK,
     ]
@@ -50,15 +48,15 @@ def test_a_sweep_makes_one_row_for_all_seeds(digits, tmp_path, capsys) -> None:
 def test_a_sweep_is_one_parent_with_its_children_however_often_it_goes_on(digits, database, tmp_path) -> None:
     out, uri = tmp_path / "lr", f"sqlite:///{database}"
     base = [
-        "--out",
-        str(out),
+        f"out={out}",
+        "--",
         f"shards.url={digits}",
         *QUICK,
         f"tracking.uri={uri}",
         "tracking.tags.key=http://a:hunter2@b",
     ]
-    assert sweep.main([*base, "--vary", "seed=0"]) == 0
-    assert sweep.main([*base, "--vary", "seed=0,1"]) == 0
+    assert sweep.main(["vary.seed=0", *base]) == 0
+    assert sweep.main(["vary.seed=0,1", *base]) == 0
     runs = {run.info.run_name: run for run in runs_in(database)}
     parent = runs.pop("sweep lr")
     assert parent.info.status == "FINISHED"
@@ -73,14 +71,31 @@ def test_a_sweep_is_one_parent_with_its_children_however_often_it_goes_on(digits
 
 def test_a_mistake_in_any_run_is_told_before_the_first(tmp_path) -> None:
     with pytest.raises(UserError, match="protypical"):
-        sweep.main(["--out", str(tmp_path / "s"), "--vary", "method.name=cross_entropy,protypical"])
+        sweep.main([f"out={tmp_path}/s", "vary.method.name=cross_entropy,protypical"])
     assert not (tmp_path / "s").exists()
-    with pytest.raises(UserError, match="--vary seed"):
-        sweep.main(["--out", str(tmp_path / "s"), "--vary", "seed"])
+    with pytest.raises(UserError, match=r"vary\.seed: write it as"):
+        sweep.main([f"out={tmp_path}/s", "vary.seed="])
     with pytest.raises(UserError, match="twice"):
-        sweep.main(["--out", str(tmp_path / "s"), "--vary", "seed=0,0"])
-    with pytest.raises(UserError, match="--jobs 0"):
-        sweep.main(["--out", str(tmp_path / "s"), "--vary", "seed=0", "--jobs", "0"])
+        sweep.main([f"out={tmp_path}/s", "vary.seed=0,0"])
+    with pytest.raises(UserError, match="jobs: input should be greater than 0"):
+        sweep.main([f"out={tmp_path}/s", "vary.seed=0", "jobs=0"])
+    with pytest.raises(UserError, match="out is missing: folder for runs and table"):
+        sweep.main(["vary.seed=0"])
+    with pytest.raises(
+        UserError, match=r"There is no setting 'recipe'(.|\n)*Settings of the training stand after a `--`"
+    ):
+        sweep.main([f"out={tmp_path}/s", "recipe=common"])
+    with pytest.raises(UserError, match=r"^--vary seed=0,1 is written vary\.seed=0,1 here\.$"):
+        sweep.main(["--vary", "seed=0,1", "--out", "x"])
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_sweep_may_be_written_in_a_file_of_its_own(tmp_path) -> None:
+    file = tmp_path / "sweep.yaml"
+    file.write_text("out: a\nvary: {seed: [0, 1], optim: {lr: [0.1]}, method.name: all}\n")
+    config, passed_on = sweep.COMMAND.load_own(["--config", str(file), "out=2024", "--", "seed=3"])
+    assert (config.out, passed_on) == ("2024", ["seed=3"])
+    assert config.vary == {"seed": ["0", "1"], "optim.lr": ["0.1"], "method.name": ["all"]}
 
 
 def test_all_means_every_method() -> None:

@@ -25,7 +25,7 @@ pytest_plugins = ["mlflow_fixtures"]
 @pytest.fixture(scope="module")
 def audited(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     out = tmp_path_factory.mktemp("audit")
-    done = command("pipeline.audit", trained.folder, "--out", out, "--apply", "--log")
+    done = command("pipeline.audit", trained.folder, f"out={out}", "apply=relabel", "log=true")
     return out, done.stdout
 
 
@@ -174,10 +174,10 @@ def test_a_checkpoint_is_not_written_into_and_log_without_a_run_is_told_at_once(
 ) -> None:
     newest = max((trained.folder / "checkpoints").iterdir())
     before = sorted(newest.iterdir())
-    command("pipeline.audit", newest, "--shards", trained.shards, cwd=tmp_path)
+    command("pipeline.audit", newest, f"shards={trained.shards}", cwd=tmp_path)
     assert sorted(newest.iterdir()) == before
     assert (tmp_path / "audit" / "audit.html").is_file()
-    told = command("pipeline.audit", trained.folder / "model", "--log", "--out", tmp_path / "log", ok=False)
+    told = command("pipeline.audit", trained.folder / "model", "log=true", f"out={tmp_path}/log", ok=False)
     assert told.returncode == 2
     assert "which MLflow run" in told.stderr
     assert not (tmp_path / "log").exists()

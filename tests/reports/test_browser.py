@@ -37,14 +37,14 @@ def open_page(address: str, profile: Path, milliseconds: int = 3000) -> tuple[st
 
 
 def test_the_report_opens_without_a_console_message(trained: Trained, tmp_path: Path) -> None:
-    command("pipeline.report", "--uri", trained.uri, "--out", tmp_path / "report")
+    command("pipeline.report", f"uri={trained.uri}", f"out={tmp_path}/report")
     document, console = open_page((tmp_path / "report" / "report.html").as_uri(), tmp_path / "profile")
     assert console == []
     assert "The paper's tables beside ours" in document
 
 
 def test_the_audit_page_counts_its_pictures_without_a_console_message(trained: Trained, tmp_path: Path) -> None:
-    command("pipeline.audit", trained.folder, "--out", tmp_path / "audit")
+    command("pipeline.audit", trained.folder, f"out={tmp_path}/audit")
     document, console = open_page((tmp_path / "audit" / "audit.html").as_uri(), tmp_path / "profile")
     assert console == []
     counted = re.search(r"(\d+) of (\d+) pictures", document)

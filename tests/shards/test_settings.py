@@ -1,22 +1,21 @@
 """Settings: what a person mistypes is answered at once, by name, with the way out."""
 
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from pydantic import Field
 
+from launch.completion import command_of
+from launch.evenhand import COMMANDS
 from pipeline import config as configuration
-from pipeline.config import Config
 from shards.base import cli, settings
 from shards.base.errors import UserError
 
-
-@pytest.fixture(autouse=True)
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests run in the checkout: commands and configs are found from there."""
-    monkeypatch.chdir(Path(__file__).parents[2])
+HERE = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}  # tests run in an empty folder
 
 
 def refused(*words: str) -> str:
@@ -87,7 +86,8 @@ def test_later_settings_win_and_recipes_lie_between(tmp_path) -> None:
 
 
 def test_every_setting_has_a_meaning() -> None:
-    missing = [key for key, kind, _, meaning in cli.walk(Config) if kind and not meaning and not key.endswith("name")]
+    described = [setting for name in COMMANDS for setting in cli.settings_of(command_of(name).schema)]
+    missing = [s.key for s in described if s.annotation and not s.meaning and not s.key.endswith("name")]
     assert missing == []
 
 
@@ -99,33 +99,123 @@ def test_what_is_printed_can_be_read_back(tmp_path) -> None:
     assert config.optim.lr == 1e-3
 
 
-COMMANDS = ["pipeline." + name for name in ("train", "evaluate", "audit", "predict", "report", "tracking")]
-COMMANDS += ["shards.build", "shards.verify", "shards.inspect", "launch.entry", "launch.sweep"]
+MODULES = ["pipeline." + name for name in ("train", "evaluate", "audit", "predict", "report", "tracking")]
+MODULES += ["shards.build", "shards.verify", "shards.inspect", "launch.entry", "launch.sweep", "launch.kubernetes"]
 
 
-@pytest.mark.parametrize("module", COMMANDS)
-def test_every_command_answers_help_without_torch(module: str) -> None:
+def answer(module: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """A command that must answer before it imports anything heavy."""
     code = (
         "import runpy, sys\n"
-        f"sys.argv = ['{module}', '--help']\n"
-        f"try: runpy.run_module('{module}', run_name='__main__')\n"
-        "except SystemExit as end: assert not end.code\n"
-        "assert not {'torch', 'mlflow', 'ffcv'} & set(sys.modules)"
+        f"sys.argv[1:] = {[*words]!r}\n"
+        f"try: runpy.run_module({module!r}, run_name='__main__', alter_sys=True)\n"
+        "finally: assert not {'torch', 'mlflow', 'ffcv'} & set(sys.modules), 'heavy'"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=HERE)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_command_answers_help_without_torch(module: str) -> None:
+    done = answer(module, "--help")
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("module", "words", "expected"),
+    [
+        ("pipeline.audit", ["run", "treshold=0.3"], "There is no setting 'treshold'. Did you mean 'threshold'?"),
+        ("pipeline.audit", ["run", "threshold=3"], "threshold: input should be less than or equal to 1 (got 3)"),
+        (
+            "pipeline.audit",
+            ["run", "apply=dorp"],
+            "apply: 'dorp' is not one of none, relabel, drop. Did you mean 'drop'?",
+        ),
+        ("pipeline.audit", ["run", "other"], "'other' is one word too many. Write: python -m pipeline.audit RUN"),
+        ("pipeline.audit", [], "RUN is missing: output folder, checkpoint, MLflow run id or MLflow model."),
+        ("pipeline.evaluate", ["run", "best=maybe"], "best: input should be a valid boolean"),
+        ("pipeline.predict", ["run"], "PICTURES is missing: files, folders, or -"),
+        ("pipeline.predict", ["run", "a.png", "top=0"], "top: input should be greater than 0"),
+        ("pipeline.report", ["experimnt=a"], "Did you mean 'experiment'?"),
+        ("pipeline.tracking", ["replay"], "FOLDER is missing: output folder of the run."),
+        ("pipeline.tracking", ["rplay", "x"], "Write: python -m pipeline.tracking replay FOLDER"),
+        ("launch.sweep", ["out=x", "job=2"], "Did you mean 'jobs'?"),
+        # as it was written before
+        ("pipeline.audit", ["run", "--threshold", "0.3"], "--threshold 0.3 is written threshold=0.3 here."),
+        ("pipeline.audit", ["run", "--threshold=0.3"], "--threshold=0.3 is written threshold=0.3 here."),
+        ("pipeline.audit", ["--best", "run"], "--best is written best=true here."),
+        ("pipeline.audit", ["--apply", "run"], "--apply is written apply=relabel here."),
+        ("pipeline.audit", ["run", "--apply", "drop"], "--apply drop is written apply=drop here."),
+        ("pipeline.audit", ["run", "--per-class", "3"], "--per-class 3 is written per_class=3 here."),
+        ("pipeline.predict", ["run", "a.png", "--jsonl"], "--jsonl is written jsonl=true here."),
+        ("pipeline.report", ["--uri", "http://x"], "--uri http://x is written uri=http://x here."),
+        ("pipeline.audit", ["run", "--treshold", "1"], "There is no option --treshold. Did you mean threshold=...?"),
+        ("launch.sweep", ["--vary", "seed=0,1", "out=x"], "--vary seed=0,1 is written vary.seed=0,1 here."),
+    ],
+)
+def test_every_command_answers_a_mistake_without_torch(module: str, words: list[str], expected: str) -> None:
+    done = answer(module, *words)
+    assert done.returncode == 2
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+class Words(settings.Settings):
+    run: str = Field(description="a run")
+    files: list[str] = Field(description="files")
+    out: str = Field("", description="a folder")
+    names: settings.Names = Field([], description="names")
+    tags: dict[str, str] = Field({}, description="tags")
+
+
+WORDS = cli.Command("command", "", Words, words=("run", "files"))
+
+
+def test_plain_words_fill_their_settings_in_order(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lr=0.1").touch()
+    config = WORDS.load(["2024", "out=1e3", "-", "names=1e3,b", "lr=0.1", "s3://bucket/a?b=c", "tags.a.b/c=7"])
+    assert config.run == "2024"  # text as it stands, whatever YAML would make of it
+    assert config.files == ["-", "lr=0.1", "s3://bucket/a?b=c"]
+    assert (config.out, config.names, config.tags) == ("1e3", ["1e3", "b"], {"a.b/c": "7"})
+    assert WORDS.load(["run=a", "b"]).files == ["b"]
+    assert WORDS.load(["a", "files=[b, c]", 'out="x"']) == Words(run="a", files=["b", "c"], out="x")
+    with pytest.raises(UserError, match="There is no setting 'lr'"):
+        WORDS.load(["a", "b", "lr=0.2"])
+
+
+def test_words_stand_in_the_usage_and_in_what_is_printed(capsys) -> None:
+    with pytest.raises(SystemExit):
+        WORDS.load(["--help"])
+    assert "usage: command RUN FILES... [--config FILE]" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        WORDS.load(["a", "b", "--print-config"])
+    assert capsys.readouterr().out.startswith("run: a\nfiles:\n- b\n")
+
+
+def test_a_shipped_config_is_found_by_name_from_any_folder(tmp_path, monkeypatch) -> None:
+    here = configuration.load(["--config", str(Path(__file__).parents[2] / "configs/cifar10_lt.yaml")])
+    monkeypatch.chdir(tmp_path)
+    for name in ("cifar10_lt", "cifar10_lt.yaml", "configs/cifar10_lt.yaml"):
+        assert configuration.load(["--config", name]) == here
+    told = refused("--config", "cifar10")
+    assert "There is no config file cifar10. Did you mean cifar10_lt?" in told
+    assert "Files that come along: cifar100_lt, cifar10_lt, digits, webvision_mini." in told
+    assert "There is no config file other/digits.yaml" in refused("--config", "other/digits.yaml")
+    (tmp_path / "digits.yaml").write_text("seed: 7\n")  # a file that is here comes first
+    assert configuration.load(["--config", "digits.yaml"]).seed == 7
+
+
 def test_help_and_errors_need_no_torch() -> None:
     code = "import sys; from pipeline import train, config; config.load(['train.epochs=2']); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True, env=HERE)
     start = time.monotonic()
-    done = subprocess.run([sys.executable, "-m", "pipeline.train", "train.epoch=3"], capture_output=True, text=True)
+    train = [sys.executable, "-m", "pipeline.train"]
+    done = subprocess.run([*train, "train.epoch=3"], capture_output=True, text=True, env=HERE)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert time.monotonic() - start < 20  # bounds a hang; the usual time is a third of a second
-    shown = subprocess.run([sys.executable, "-m", "pipeline.train", "--help"], capture_output=True, text=True).stdout
+    shown = subprocess.run([*train, "--help"], capture_output=True, text=True, env=HERE).stdout
     assert "train.epochs (int, default 50)" in shown
     assert "method.name=prototypical" in shown
 

@@ -126,7 +126,7 @@ def test_a_table_that_contradicts_the_manifest(shards: Path, capsys) -> None:
 def test_no_shards_no_url(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no finished shards at .* \(no manifest.json\)"):
         verify.main([str(tmp_path)])
-    with pytest.raises(UserError, match="Which shards"):
+    with pytest.raises(UserError, match="URL is missing"):
         verify.main([])
     with pytest.raises(UserError, match="no setting 'decod'"):
         verify.main([str(tmp_path), "decod=true"])
