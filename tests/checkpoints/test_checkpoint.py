@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import flip, same, saved, tree_of
+from checkpoint_trees import flip, same, saved, tree_of
 from ranks import free_port
 from safetensors.torch import load_file
 

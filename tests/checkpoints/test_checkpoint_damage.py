@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import SmallDisk, flip, same, saved, tree_of
-from checkpoints import small_disk as small_disk
+from checkpoint_trees import SmallDisk, flip, same, saved, tree_of
+from checkpoint_trees import small_disk as small_disk
 
 from pipeline.checkpoints import file_format
 from pipeline.checkpoints.checkpointer import Checkpointer, SaveError, choose

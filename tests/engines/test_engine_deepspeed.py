@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engines import Bench, apart, copied, make_trainer, poisoned, same, small
+from engine_bench import Bench, apart, copied, make_trainer, poisoned, same, small
 from ranks import on_ranks, worker_env
 from torch import Tensor
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import SmallDisk
-from checkpoints import small_disk as small_disk
+from checkpoint_trees import SmallDisk
+from checkpoint_trees import small_disk as small_disk
 from jobs import PLAIN, TINY, differences, let_go, lost_or_repeated, make, samples, settings, train, truth
 from PIL import Image
 from ranks import on_ranks

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from engines import make_trainer, small
+from engine_bench import make_trainer, small
 
 from pipeline.data.batch import Batch, Pass
 from pipeline.distributed.world import World
