@@ -1,4 +1,4 @@
-"""The same samples as an FFCV file. The only door to the `ffcv` package on the writing side.
+"""Writing the same samples as an FFCV file. Only this module imports `ffcv` for writing.
 
 JPEG bytes are stored as they are in the tars, so both give the same pixels; other formats become raw pixels.
 """
@@ -36,7 +36,7 @@ FIELDS = ("image", "given", "true", "index", "flipped", "key")
 
 
 class _Samples:
-    """The indexed data set the writer of FFCV asks for."""
+    """The data set that FFCV's writer reads, by index."""
 
     def __init__(self, split: Split) -> None:
         self.split, self.flipped, self.keys = split, split.flipped, split.keys()
@@ -52,7 +52,7 @@ class _Samples:
 
 
 def _store_image(destination: Any, data: memoryview, malloc: Any) -> None:
-    """What FFCV's image field does, without encoding anew what is a JPEG already."""
+    """What FFCV's image field does, but a JPEG keeps its bytes."""
     from ffcv.fields.rgb_image import IMAGE_MODES
 
     with Image.open(io.BytesIO(data)) as image:
@@ -68,7 +68,7 @@ def _store_image(destination: Any, data: memoryview, malloc: Any) -> None:
 
 
 def _write(url: str, about: Manifest, paths: dict[str, str]) -> None:
-    """Write each split to its path; in a process of its own, because the writer of FFCV forks."""
+    """Write each split to its path. Runs in a child process, because FFCV's writer forks."""
     from shards.reader import Split
 
     os.environ["TQDM_DISABLE"] = "1"
@@ -89,7 +89,7 @@ def _write_split(split: Split, path: str) -> None:
     page = LEAST_PAGE
     while page < _largest(split) + (1 << 16):
         page *= 2
-    # One worker: with more, the order of pages depends on who is faster.
+    # One worker: with more, the order of pages depends on their speed.
     writer = DatasetWriter(path, fields, page_size=page, num_workers=1)
     writer.from_indexed_dataset(_Samples(split))
 
@@ -108,41 +108,41 @@ def _largest(split: Split) -> int:
     return largest
 
 
-def _watch(builder: Connection) -> None:
-    """FFCV waits for ever for a worker that died, and its workers for ever for FFCV; we do not."""
-    seen: set[Any] = set()
+def _exit_with_builder(builder: Connection) -> None:
+    """Exit when the builder has ended or a worker of FFCV has died. FFCV itself would wait for ever."""
+    children: set[Any] = set()
     while True:
-        gone = builder.poll(0.2)  # nothing is ever sent: the other end was closed
-        seen.update(multiprocessing.active_children())
-        if gone or any(child.exitcode not in (None, 0) for child in seen):
-            for child in seen:
+        builder_ended = builder.poll(0.2)  # nothing is ever sent: true means that the other end was closed
+        children.update(multiprocessing.active_children())
+        if builder_ended or any(child.exitcode not in (None, 0) for child in children):
+            for child in children:
                 child.kill()
             os._exit(1)
 
 
-def _begin(builder: Connection, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    threading.Thread(target=_watch, args=(builder,), daemon=True).start()
+def _start_child(builder: Connection, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    threading.Thread(target=_exit_with_builder, args=(builder,), daemon=True).start()
     target(*arguments)
 
 
-def run_apart(target: Callable[..., None], *arguments: Any) -> bool:
-    """Call it in a fresh process; whether that went well. It and all it starts end with the caller, however that ends."""
+def run_in_child(target: Callable[..., None], *arguments: Any) -> bool:
+    """Call it in a new process; returns whether it succeeded. The process and its children end with the caller."""
     context = multiprocessing.get_context("spawn")
-    theirs, ours = context.Pipe(duplex=False)
-    child = context.Process(target=_begin, args=(theirs, target, arguments))
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_start_child, args=(receiver, target, arguments))
     with ignore_sigint():
         child.start()
-    theirs.close()
+    receiver.close()
     try:
         child.join()
     finally:
-        ours.close()
+        sender.close()
         child.join()
     return child.exitcode == 0
 
 
 def require_ffcv() -> None:
-    """Say what is missing before any work is done."""
+    """UserError if the package is not installed."""
     if importlib.util.find_spec("ffcv") is None:
         raise UserError(
             "format=beton needs the ffcv package. Install the headers it is compiled with (Debian: "
@@ -156,8 +156,8 @@ def add_betons(store: Store, about: Manifest, only: bool, log: Log) -> Manifest:
     paths = {name: store.temporary() for name in about.splits}
     log("Writing FFCV files ...")
     try:
-        if not run_apart(_write, store.url, about, {name: str(path) for name, path in paths.items()}):
-            raise UserError("Writing FFCV files failed; the reason stands above. Try format=tar.")
+        if not run_in_child(_write, store.url, about, {name: str(path) for name, path in paths.items()}):
+            raise UserError("Writing FFCV files failed; the reason is printed above. Try format=tar.")
         return _publish(store, about, paths, only)
     finally:
         for path in paths.values():

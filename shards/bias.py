@@ -1,7 +1,7 @@
-"""Long tails and wrong labels, as pure functions of labels and a generator.
+"""Long tails and wrong labels, as pure functions of labels and random draws.
 
-Samples are known by their row in the source. Draws are made for all rows of the source and looked up by
-row, so taking one unreadable picture out changes next to nothing for the others.
+A sample is named by its row in the source. Draws are made for all rows of the source, so that leaving out one
+unreadable picture changes almost nothing for the others.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def tail_counts(largest: int, classes: int, rho: float) -> Ints:
 
 
 def sorted_tail_counts(available: Ints, rho: float) -> Ints:
-    """The same curve laid over the classes by size; a class gives what it has. Up to 2 nothing changes."""
+    """The same curve over the classes ordered by size, at most what a class has. Up to rho=2 nothing changes."""
     if rho <= 2:
         return available.copy()
     by_size = np.argsort(-available, kind="stable")
@@ -82,7 +82,7 @@ def flip_count(counts: Ints, ratio: float, kind: str, wrong: dict[int, int] | No
     if kind == "none":
         return 0
     if kind == "effective":
-        # Some draws come back with the old label: draw so many more that the ratio of wrong labels is kept.
+        # Some draws give the old label again: draw more, so that the share of wrong labels is the wanted one.
         drawn = ratio / (1 - np.sum((counts / total) ** 2)) * total
         if drawn > total:
             raise UserError(
@@ -125,7 +125,7 @@ def add_noise(
     chosen = order[:drawn]
     weights = np.ones(classes, np.int64) if kind == "symmetric" else counts
     own = np.zeros(len(chosen)) if kind == "effective" else weights[old[chosen]]
-    # Inverse distribution function with the sample's own class cut out of the line.
+    # Inverse of the distribution function, with the sample's own class left out.
     ends = np.cumsum(weights)
     point = draws[rows[chosen]] * (weights.sum() - own)
     point = np.where(point >= (ends - weights)[old[chosen]], point + own, point)

@@ -1,7 +1,7 @@
 """`python -m shards.build`: pictures become shards, once.
 
-scan the source -> plan (bias, order) -> write shards -> if pictures proved unusable, plan again without them
--> sample tables -> manifest, last. Whatever is finished survives a kill; the next start does the rest.
+scan the source -> plan (bias, order) -> write shards -> if pictures are unusable, plan again without them
+-> sample tables -> manifest, last. Finished shards survive a kill; the next start writes the rest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COMMAND = cli.Command("python -m shards.build", ABOUT, BuildConfig)
 
 
 def ensure(config: BuildConfig, log: Log = print, rank: int = 0, world: int = 1) -> str:
-    """Build the configured shards unless they are there; returns their URL."""
+    """Build the configured shards unless they exist; returns their URL."""
     store = store_at(config.place())
     if config.url:
         if store.size(manifest.FILE) is None:
@@ -49,7 +49,7 @@ def ensure(config: BuildConfig, log: Log = print, rank: int = 0, world: int = 1)
 
 
 def _finished(store: Store, config: BuildConfig) -> bool:
-    """Whether the wanted shards are there already; refuses to overwrite others."""
+    """Whether the wanted shards exist already; UserError if other shards are in this place."""
     data = store.read(manifest.FILE, manifest.MAX_BYTES)
     if data is None:
         return False
@@ -70,8 +70,8 @@ def _finished(store: Store, config: BuildConfig) -> bool:
 
 @contextmanager
 def _build_lock(store: Store, world: int) -> Iterator[None]:
-    """One builder at a time; the next one finds the work done. The kernel lets go if we are killed."""
-    if store.root is None or world > 1:  # shards are published whole and equal: several builders do no harm
+    """One builder at a time; the next one finds finished shards. The kernel releases the lock if we are killed."""
+    if store.root is None or world > 1:  # every builder publishes the same complete shards, so several do no harm
         yield
         return
     path = store.root.parent / f".{store.root.name}.lock"

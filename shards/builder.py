@@ -1,4 +1,4 @@
-"""The steps of a build: plan, write, plan again without what proved unusable, tables, manifest."""
+"""The steps of a build: plan, write shards, plan again without unusable pictures, write tables and the manifest."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from shards.write import JSON_FIELDS, Job, Part, Task, load_part, part_name, sha
 
 RECORD = "build.json"
 MADE_BY = "evenhand 0.1.0"
-SMALL = 5000  # fewer samples are written sooner by one process than others are started
-MOST_SAMPLES = 10_000  # in one shard
-ENOUGH_SHARDS, FEWEST_SAMPLES = 32, 512  # small sets get smaller shards: work for many writers, but no crumbs
-PATIENCE = 1800.0  # seconds a rank waits for the others without any news
+SINGLE_WRITER_SAMPLES = 5000  # for fewer, starting more processes takes longer than the work
+MAX_SHARD_SAMPLES = 10_000  # in one shard
+USUAL_SHARDS, MIN_SHARD_SAMPLES = 32, 512  # a small set gets smaller shards, so that every writer has work
+WAIT_SECONDS = 1800.0  # a rank gives up when the others have written nothing for so long
 _SPLITS = "train|test|imagenet"
-_OURS = re.compile(rf"(({_SPLITS})-\d{{6}}\.tar|({_SPLITS}|rejected)\.parquet|({_SPLITS})\.beton)")
+_OUR_FILES = re.compile(rf"(({_SPLITS})-\d{{6}}\.tar|({_SPLITS}|rejected)\.parquet|({_SPLITS})\.beton)")
 
 
 def read_record(store: Store) -> dict[str, Any] | None:
-    """What a build in this place was asked for; None if there was none."""
+    """The options and input digest of the build in this store; None if there is none."""
     try:
         record = json.loads(store.read(RECORD, 1 << 20) or b"")
         return record if isinstance(record["options"], dict) and record["input"] else None
@@ -48,7 +48,7 @@ def read_record(store: Store) -> dict[str, Any] | None:
 
 
 def remove_leftovers(store: Store, about: Manifest) -> None:
-    """Remove what a build left that was stopped between its manifest and its end."""
+    """Remove temporary files of a build that was stopped after it wrote its manifest."""
     if store.sizes(".build"):
         if about.options.get("format") == "beton":
             for info in about.splits.values():
@@ -58,29 +58,29 @@ def remove_leftovers(store: Store, about: Manifest) -> None:
 
 
 class Build:
-    """One build of one collection, as seen from one rank."""
+    """One build of one collection, on one rank."""
 
     def __init__(
         self,
         store: Store,
         config: BuildConfig,
-        found: Collection,
+        collection: Collection,
         log: Log = print,
         rank: int = 0,
         world: int = 1,
     ) -> None:
-        self.store, self.config, self.found, self.log = store, config, found, log
+        self.store, self.config, self.collection, self.log = store, config, collection, log
         self.rank, self.world = rank, world
         self.rules = Rules.of(config)
-        self.job = Job(store.url, found.classes, found.reader, self.rules)
+        self.job = Job(store.url, collection.classes, collection.reader, self.rules)
         self.bad: dict[str, set[int]] = {}
-        self.reasons = list(found.rejected)
+        self.reasons = list(collection.rejected)
         self.sizes: dict[str, int] = {}
 
     def run(self) -> Manifest:
         try:
             return self._run()
-        except BrokenPipeError:  # nobody reads the log any more
+        except BrokenPipeError:  # the reader of our log is gone
             raise
         except OSError as error:
             raise UserError(
@@ -90,34 +90,32 @@ class Build:
 
     def _run(self) -> Manifest:
         self._check_rejected()
-        plans = make_plan(self.found, self.config, {})
-        self._begin(plans)
+        plans = make_plan(self.collection, self.config, {})
+        self._choose_sizes_and_record(plans)
         for number in itertools.count():
-            closed = self._round(number)  # by an earlier start that was killed
+            closed = self._read_round(number)  # written by an earlier start that was killed
             if closed is None:
                 self._write(plans)
                 closed = self._close_round(number, plans)
-            self.reasons = [*self.found.rejected, *(tuple(item) for item in closed["reasons"])]
+            self.reasons = [*self.collection.rejected, *(tuple(item) for item in closed["reasons"])]
             try:
                 self._check_rejected()
             except UserError:
-                self._forget_rejected(plans)
+                self._forget_rejections(plans)
                 raise
             bad = {split: set(rows) for split, rows in closed["rows"].items()}
-            if bad == self.bad:  # nothing new: the shards are as planned
+            if bad == self.bad:  # no new unusable pictures: the shards are as planned
                 break
             self.bad = bad
-            plans = make_plan(self.found, self.config, bad)
+            plans = make_plan(self.collection, self.config, bad)
         return self._finish(plans) if self.rank == 0 else self._wait_for_manifest()
 
-    # ---------------------------------------------------------------------------------- beginning
-
-    def _begin(self, plans: dict[str, Plan]) -> None:
-        """Decide the size of shards and drop what an abandoned build with other options left."""
+    def _choose_sizes_and_record(self, plans: dict[str, Plan]) -> None:
+        """Choose the samples per shard, write the record, and remove shards of an unfinished build with other options."""
         for split, plan in plans.items():
             self.sizes[split] = self.config.shard_samples or self._shard_samples(split, plan)
-        listed = hashlib.sha256(json.dumps(self.found.classes).encode())
-        for rows in self.found.splits.values():
+        listed = hashlib.sha256(json.dumps(self.collection.classes).encode())
+        for rows in self.collection.splits.values():
             for part in (rows.given, rows.true):
                 listed.update(part.data)
             for buffer in rows.keys.buffers():
@@ -127,35 +125,33 @@ class Build:
         if self.rank:
             self._wait(lambda: self.store.read(RECORD, 1 << 20) == data, "rank 0 to begin")
         elif self.store.read(RECORD, 1 << 20) != data:
-            self._clear()
+            self._remove_unfinished()
             self.store.write(RECORD, data)
 
-    def _clear(self) -> None:
-        """Remove what an unfinished build left. Anything that is not ours is never touched."""
-        there = self.store.sizes()
-        strange = [name for name in sorted(there) if name != RECORD and not _OURS.fullmatch(name)]
-        if strange or (there and read_record(self.store) is None):
-            first = (strange or sorted(there))[0]
+    def _remove_unfinished(self) -> None:
+        """Remove the files of an unfinished build. Other files are never touched: then it is an error."""
+        present = self.store.sizes()
+        foreign = [name for name in sorted(present) if name != RECORD and not _OUR_FILES.fullmatch(name)]
+        if foreign or (present and read_record(self.store) is None):
+            first = (foreign or sorted(present))[0]
             raise UserError(f"{self.store} holds other files ({first}). Choose an empty or new folder as output.")
-        for name in there:
+        for name in present:
             self.store.remove(name)
         self.store.remove_folder(".build")
 
     def _shard_samples(self, split: str, plan: Plan) -> int:
-        """As many samples as make up shard_mb, judged by some of the very pictures, but shards for everybody."""
-        keys = self.found.splits[split].keys
+        """The samples that make up shard_mb, estimated from up to 64 pictures; fewer if that gives too few shards."""
+        keys = self.collection.splits[split].keys
         total, seen = 0, 0
         for row in plan.rows[:: max(1, len(plan) // 64)][:64].tolist():
             try:
-                data, _ = check_and_convert(self.found.reader.read(split, row, keys[row].as_py()), self.rules)
+                data, _ = check_and_convert(self.collection.reader.read(split, row, keys[row].as_py()), self.rules)
             except (Rejected, OSError):
                 continue
             total, seen = total + len(data) + 2048, seen + 1
-        fitting = int(self.config.shard_mb * 1e6 * seen / total) if seen else MOST_SAMPLES
-        fair = max(FEWEST_SAMPLES, -(-len(plan) // ENOUGH_SHARDS))
-        return min(max(1, fitting), MOST_SAMPLES, fair)
-
-    # ------------------------------------------------------------------------------------ writing
+        fitting = int(self.config.shard_mb * 1e6 * seen / total) if seen else MAX_SHARD_SAMPLES
+        fair = max(MIN_SHARD_SAMPLES, -(-len(plan) // USUAL_SHARDS))
+        return min(max(1, fitting), MAX_SHARD_SAMPLES, fair)
 
     def _tasks(self, plans: dict[str, Plan]) -> Iterator[tuple[str, int, int, int, str]]:
         """(split, number, first index, end, digest) of every shard."""
@@ -169,84 +165,90 @@ class Build:
                 digest = hashlib.sha256(f"{salt}{plan.digest(start, stop)}".encode()).hexdigest()
                 yield split, number, start, stop, digest
 
-    def _parts(self, plans: dict[str, Plan]) -> Iterator[tuple[str, int, int, int, Part | None]]:
+    def _written_parts(self, plans: dict[str, Plan]) -> Iterator[tuple[str, int, int, int, Part | None]]:
         for split, number, start, stop, digest in self._tasks(plans):
             part = load_part(self.store, shard_name(split, number))
             yield split, number, start, stop, part if part and part.digest == digest else None
 
     def _write(self, plans: dict[str, Plan]) -> None:
         """Write this rank's share of the shards that are missing."""
-        mine = [
+        own_tasks = [
             task
-            for turn, (task, (*_, part)) in enumerate(zip(self._tasks(plans), self._parts(plans)))
+            for turn, (task, (*_, part)) in enumerate(zip(self._tasks(plans), self._written_parts(plans)))
             if turn % self.world == self.rank and part is None
         ]
-        total = sum(stop - start for _, _, start, stop, _ in mine)
-        if not mine or (self.rank and self.store.size(manifest.FILE) is not None):  # rank 0 is done, records are gone
+        total = sum(stop - start for _, _, start, stop, _ in own_tasks)
+        if not own_tasks or (
+            self.rank and self.store.size(manifest.FILE) is not None
+        ):  # rank 0 is done and has removed the records
             return
-        # Under a launcher of many ranks the ranks are the processes; nobody else sees this one's memory.
-        writers = self.config.writers or (1 if total < SMALL or self.world > 1 else len(os.sched_getaffinity(0)))
+        # With several ranks each rank is one writer. A memory: store exists in this process only.
+        writers = self.config.writers or (
+            1 if total < SINGLE_WRITER_SAMPLES or self.world > 1 else len(os.sched_getaffinity(0))
+        )
         if self.store.url.startswith("memory:"):
             writers = 1
 
         def tasks() -> Iterator[Task]:
-            for split, number, start, stop, digest in mine:
+            for split, number, start, stop, digest in own_tasks:
                 plan = plans[split]
                 rows = plan.rows[start:stop]
-                keys: list[Any] = self.found.splits[split].keys.take(rows).to_pylist()
+                keys: list[Any] = self.collection.splits[split].keys.take(rows).to_pylist()
                 labels = (plan.given[start:stop], plan.true[start:stop], plan.flipped[start:stop])
                 yield Task(split, number, start, digest, rows, keys, *labels)
 
         try:
             with Progress(total, "pictures", self.log, bar=self.log is print) as progress:
-                write_all(tasks(), self.job, min(writers, len(mine)), progress.step)
+                write_all(tasks(), self.job, min(writers, len(own_tasks)), progress.step)
         except KeyboardInterrupt:
-            self.log("Finished shards are kept: the same command does the rest.")
+            self.log("Finished shards are kept. The same command writes the rest.")
             raise
         except BrokenProcessPool:
             raise UserError(
-                "A writer process was killed, perhaps for want of memory. Run the command again (what is "
-                "finished is kept), with fewer writers if it happens again."
+                "A writer process was killed, perhaps because memory ran out. Run the command again (finished "
+                "shards are kept), with fewer writers if it happens again."
             ) from None
 
-    def _round(self, number: int) -> dict[str, Any] | None:
+    def _read_round(self, number: int) -> dict[str, Any] | None:
         data = self.store.read(f".build/round-{number}.json", 1 << 30)
         return json.loads(data) if data else None
 
     def _close_round(self, number: int, plans: dict[str, Plan]) -> dict[str, Any]:
-        """When all shards are there: which rows proved unusable so far. Rank 0 tells the others."""
+        """When all shards are written: which rows were unusable so far. Rank 0 writes it, the others read it."""
         if self.rank:
             self._wait(
-                lambda: self._round(number) is not None or self.store.size(manifest.FILE) is not None,
+                lambda: self._read_round(number) is not None or self.store.size(manifest.FILE) is not None,
                 "rank 0",
             )
-            return self._round(number) or {"rows": {k: list(v) for k, v in self.bad.items()}, "reasons": []}
+            return self._read_round(number) or {"rows": {k: list(v) for k, v in self.bad.items()}, "reasons": []}
         if self.world > 1:
-            self._wait(lambda: all(part for *_, part in self._parts(plans)), "the other ranks to write their shards")
+            self._wait(
+                lambda: all(part for *_, part in self._written_parts(plans)), "the other ranks to write their shards"
+            )
         rows = {split: sorted(bad) for split, bad in self.bad.items()}
-        reasons = self.reasons[len(self.found.rejected) :]
-        for split, _, _, _, part in self._parts(plans):
+        reasons = self.reasons[len(self.collection.rejected) :]
+        for split, _, _, _, part in self._written_parts(plans):
             for row, reason in part.rejected() if part else []:
                 rows.setdefault(split, []).append(row)
-                reasons.append((split, self.found.splits[split].keys[row].as_py(), reason))
+                reasons.append((split, self.collection.splits[split].keys[row].as_py(), reason))
         closed = {"rows": rows, "reasons": reasons}
         self.store.write(f".build/round-{number}.json", json.dumps(closed).encode())
         return closed
 
-    def _forget_rejected(self, plans: dict[str, Plan]) -> None:
-        """Whoever repairs the input and starts again has it looked at again."""
+    def _forget_rejections(self, plans: dict[str, Plan]) -> None:
+        """Rejected pictures are read again by the next build: they may have been repaired."""
         if self.rank:
             return
         for name in self.store.sizes(".build"):
             if name.startswith("round-"):
                 self.store.remove(f".build/{name}")
-        for split, number, _, _, part in self._parts(plans):
+        for split, number, _, _, part in self._written_parts(plans):
             if part and part.rejected():
                 self.store.remove(part_name(shard_name(split, number)))
 
     def _check_rejected(self) -> None:
         """Stop when too much of the input is unusable."""
-        total = sum(len(rows) for rows in self.found.splits.values()) + len(self.found.rejected)
+        total = sum(len(rows) for rows in self.collection.splits.values()) + len(self.collection.rejected)
         if len(self.reasons) <= self.config.max_rejected * total:
             return
         examples = "".join(f"\n  {split}: {key}: {reason}" for split, key, reason in self.reasons[:5])
@@ -255,8 +257,6 @@ class Build:
             f"{self.config.max_rejected:g} allows. The first:{examples}\nRepair the input, or raise "
             "max_rejected and run the same command again."
         )
-
-    # ------------------------------------------------------------------------------------- ending
 
     def _finish(self, plans: dict[str, Plan]) -> Manifest:
         splits = {split: self._table(split, plans) for split in plans}
@@ -272,12 +272,12 @@ class Build:
             table = self._publish_table("rejected.parquet", [pa.table(columns, schema=manifest.REJECTED)])
         kinds = [reason.split(" (")[0] for _, _, reason in reasons]
         train = plans["train"]
-        whole = Manifest(
+        about = Manifest(
             made_by=MADE_BY,
-            source=self.found.name,
-            classes=self.found.classes,
+            source=self.collection.name,
+            classes=self.collection.classes,
             splits=splits,
-            bias=describe(self.found, train, self.config),
+            bias=describe(self.collection, train, self.config),
             groups={
                 name: np.flatnonzero(members).tolist()
                 for name, members in bias.class_groups(train.clean_counts).items()
@@ -292,29 +292,27 @@ class Build:
         if self.config.format != "tar":
             from shards.beton import add_betons
 
-            whole = add_betons(self.store, whole, self.config.format == "beton", self.log)
-        self.store.write(manifest.FILE, whole.to_bytes())
+            about = add_betons(self.store, about, self.config.format == "beton", self.log)
+        self.store.write(manifest.FILE, about.to_bytes())
         for split in splits if self.config.format == "beton" else ():
             for shard in splits[split].shards:
                 self.store.remove(shard.name)
         self.store.remove_folder(".build")
         rejected = f", {len(reasons)} rejected (rejected.parquet says why)" if reasons else ""
         samples = ", ".join(f"{info.samples} {split}" for split, info in splits.items())
-        self.log(f"{self.store}: {samples} samples, {len(self.found.classes)} classes{rejected}.")
-        return whole
+        self.log(f"{self.store}: {samples} samples, {len(self.collection.classes)} classes{rejected}.")
+        return about
 
     def _table(self, split: str, plans: dict[str, Plan]) -> SplitInfo:
         """The sample table of a split, one shard at a time."""
         plan = plans[split]
-        keys = self.found.splits[split].keys
+        keys = self.collection.splits[split].keys
         shards: list[ShardInfo] = []
 
         def tables() -> Iterator[pa.Table]:
-            for _, number, start, stop, part in self._parts({split: plan}):
+            for _, number, start, stop, part in self._written_parts({split: plan}):
                 if part is None:
-                    raise UserError(
-                        f"{shard_name(split, number)} went missing during the build. Run the command again."
-                    )
+                    raise UserError(f"{shard_name(split, number)} disappeared during the build. Run the command again.")
                 written = part.table
                 shards.append(
                     ShardInfo(
@@ -340,7 +338,7 @@ class Build:
         info = self._publish_table(f"{split}.parquet", tables())
         return SplitInfo(
             samples=len(plan),
-            given_counts=bias.counts_of(plan.given, len(self.found.classes)).tolist(),
+            given_counts=bias.counts_of(plan.given, len(self.collection.classes)).tolist(),
             clean_counts=plan.clean_counts.tolist(),
             table=info,
             shards=shards,
@@ -369,12 +367,12 @@ class Build:
         return manifest.parse(self.store.read(manifest.FILE, manifest.MAX_BYTES) or b"", repr(self.store))
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Look until it is so; give up when the build has made no step for long."""
-        news, last = time.monotonic(), {"": -1}
+        """Wait until `ready()`. Give up when no file of the build has changed for WAIT_SECONDS."""
+        changed_at, last = time.monotonic(), {"": -1}
         while not ready():
-            there = self.store.sizes(".build")
-            if there != last:
-                news, last = time.monotonic(), there
-            if time.monotonic() - news > PATIENCE:
-                raise UserError(f"Waited {PATIENCE:.0f} s in vain for {what}. Look at the logs of the other ranks.")
+            present = self.store.sizes(".build")
+            if present != last:
+                changed_at, last = time.monotonic(), present
+            if time.monotonic() - changed_at > WAIT_SECONDS:
+                raise UserError(f"Waited {WAIT_SECONDS:.0f} s for {what}. Look at the logs of the other ranks.")
             time.sleep(0.2)

@@ -1,6 +1,6 @@
-"""Local copies of remote shards: whole, checked, bounded, shared by all processes of a machine.
+"""Local copies of remote shards: complete, verified, within a byte budget, shared by all processes of a machine.
 
-A copy is named by the sha256 of its content: one that is there may be damaged, but never stale.
+A copy is named by the sha256 of its content, so it is never an old version; it may be damaged.
 """
 
 from __future__ import annotations
@@ -28,54 +28,52 @@ class NoRoom(UserError):
 
 
 class Cache:
-    """Files of a store as local paths. Of a local store: the files themselves."""
+    """Files of a store as local paths. For a local store these are the files themselves."""
 
     def __init__(self, store: Store, config: CacheConfig, verify: bool = True) -> None:
         self.store, self.config, self.verify = store, config, verify
         self.folder = Path(config.folder or Path.home() / ".cache" / "evenhand" / "shards")
         self._checked: set[str] = set()
-        self._plan: list[FileInfo] = []
-        self._place = 0  # in the plan: the next shard to be used
-        self._news = threading.Condition()
+        self._upcoming: list[FileInfo] = []
+        self._next = 0  # position in _upcoming of the next shard to be used
+        self._upcoming_changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     def local(self, file: FileInfo) -> Path:
-        """A local path of the file, fetched if need be."""
+        """A local path of the file; downloads it if there is no copy."""
         if self.store.root is not None:
             return self.store.root / file.name
         path = self._fetch(file)
-        with self._news:
-            rest = [shard.sha256 for shard in self._plan[self._place :]]
+        with self._upcoming_changed:
+            rest = [shard.sha256 for shard in self._upcoming[self._next :]]
             if file.sha256 in rest:
-                self._place += rest.index(file.sha256) + 1
-                self._news.notify()
+                self._next += rest.index(file.sha256) + 1
+                self._upcoming_changed.notify()
         return path
 
     def prefetch(self, files: list[FileInfo]) -> None:
-        """Fetch these, in this order, a few ahead of the one in use."""
+        """Download these in this order, a few ahead of the one in use."""
         if self.store.root is not None or not self.config.prefetch:
             return
-        with self._news:
-            self._plan, self._place = list(files), 0
-            self._news.notify()
+        with self._upcoming_changed:
+            self._upcoming, self._next = list(files), 0
+            self._upcoming_changed.notify()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._prefetch_loop, name="shards ahead", daemon=True)
+            self._thread = threading.Thread(target=self._prefetch_loop, name="prefetch shards", daemon=True)
             self._thread.start()
 
     def _prefetch_loop(self) -> None:
         while True:
-            with self._news:
-                near = self._plan[self._place : self._place + self.config.prefetch]
-                todo = next((file for file in near if file.sha256 not in self._checked), None)
+            with self._upcoming_changed:
+                soon = self._upcoming[self._next : self._next + self.config.prefetch]
+                todo = next((file for file in soon if file.sha256 not in self._checked), None)
                 if todo is None:
-                    self._news.wait()
+                    self._upcoming_changed.wait()
                     continue
             try:
                 self._fetch(todo)
-            except Exception:  # whoever needs the shard meets the same trouble, and can say so
+            except Exception:  # the reader that needs the shard will get the same error and report it
                 time.sleep(1)
-
-    # ------------------------------------------------------------------------------------- inside
 
     def _path(self, file: FileInfo) -> Path:
         return self.folder / f"{file.sha256}{Path(file.name).suffix}"
@@ -96,11 +94,11 @@ class Cache:
             ) from None
         self._checked.add(file.sha256)
         with contextlib.suppress(OSError):
-            os.utime(path)  # the oldest go first
+            os.utime(path)  # copies used longest ago are removed first
         return path
 
     def _lock(self, path: Path) -> AbstractContextManager[bool]:
-        """One process of this machine fetches a shard, the others wait and find it there."""
+        """One process of this machine downloads a shard; the others wait for it."""
         return file_lock(Path(f"{path}.lock"))
 
     def _is_complete(self, path: Path, file: FileInfo) -> bool:
@@ -115,7 +113,7 @@ class Cache:
         try:
             with open(path, "rb") as handle:
                 return hashlib.file_digest(handle, "sha256").hexdigest() == file.sha256
-        except FileNotFoundError:  # another process made room for its own copies just now
+        except FileNotFoundError:  # another process has just removed it to make room
             return False
 
     def _download(self, path: Path, file: FileInfo) -> None:
@@ -126,14 +124,14 @@ class Cache:
             self.store.fetch(file.name, temporary)
             got = temporary.stat().st_size
             if got != file.bytes:
-                raise OSError(f"{got} of {file.bytes} bytes arrived")
+                raise OSError(f"{got} of {file.bytes} bytes received")
             if not self._has_digest(temporary, file):
                 raise OSError("its sha256 is not that of the manifest")
 
         reserved = self._reserve(path, file)
         try:
             with_retries(attempt, f"Shard {name}", self.config.deadline)
-            with self._lock(self.folder / "room"):  # whoever counts sees the place or the copy
+            with self._lock(self.folder / "room"):  # others count either the reservation or the copy
                 os.replace(temporary, path)
                 reserved.unlink()
         finally:
@@ -141,7 +139,7 @@ class Cache:
             reserved.unlink(missing_ok=True)
 
     def _reserve(self, path: Path, file: FileInfo) -> Path:
-        """Make room for a file about to come, and keep it: others may be fetching at the same time."""
+        """Reserve room for a download: other processes may download at the same time."""
         budget = int(self.config.max_gb * 1e9)
         if file.bytes > budget:
             raise UserError(
@@ -150,23 +148,23 @@ class Cache:
         end = time.monotonic() + self.config.deadline
         while True:
             with self._lock(self.folder / "room"):
-                # When all that is left is on its way to others, better wait than go beyond the budget.
+                # If other downloads fill the budget, wait for them; after the deadline go beyond it.
                 if self._make_room(file.bytes, budget) or time.monotonic() > end:
                     reserved = path.with_suffix(f".{uuid.uuid4().hex}.reserved")
                     with open(reserved, "wb") as handle:
-                        handle.truncate(file.bytes)  # takes no space on the disk
+                        handle.truncate(file.bytes)  # a sparse file takes no space on the disk
                     return reserved
             time.sleep(0.05)
 
     def _make_room(self, size: int, budget: int) -> bool:
-        """Drop the copies used longest ago. A copy that some process has mapped stays readable there."""
+        """Remove the copies used longest ago. A process that has mapped one can still read it."""
         copies: list[tuple[float, int, Path]] = []
         coming = 0
         for path in self.folder.iterdir():
             with contextlib.suppress(FileNotFoundError):
                 about = path.stat()
                 if path.suffix in (".tmp", ".reserved") and time.time() - about.st_mtime > 4 * self.config.deadline:
-                    path.unlink()  # of a process that was killed
+                    path.unlink()  # left by a process that was killed
                 elif path.suffix == ".reserved":
                     coming += about.st_size
                 elif path.suffix not in (".tmp", ".lock"):

@@ -48,7 +48,7 @@ COMMAND = cli.Command("python -m shards.inspect", ABOUT, InspectConfig, words=("
 
 
 def show(url: str, split: Split, console: Console) -> None:
-    """The card: what it is, how it was biased, class by class."""
+    """Print a card: source, sizes, bias, and a table of classes."""
     about = read_manifest(url)
     bias = about.bias
     size = sum(file.bytes for file in files(about))
@@ -74,10 +74,10 @@ def _classes(split: Split, counts: dict[str, list[int]]) -> Table:
     classes = len(split.classes)
     known = split.true >= 0
     wrong = counts_of(split.given[known & (split.given != split.true)], classes)
-    judged = counts_of(split.given[known], classes)
+    known_counts = counts_of(split.given[known], classes)
     available = split.manifest.bias.available_counts
     table = Table(title=f"classes ({split.name})", title_justify="left", box=box.SIMPLE)
-    table.add_column("class")  # the one that gives way on a narrow terminal
+    table.add_column("class")  # shortened on a narrow terminal
     others = [name for name in counts if name != split.name]
     for column in ("source", "before\nnoise", "given", "wrong", "", *others):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
@@ -85,7 +85,7 @@ def _classes(split: Split, counts: dict[str, list[int]]) -> Table:
     shown = _spread(split.clean_counts, 40)
     for k in shown:
         given = split.info.given_counts[k]
-        share = f"{wrong[k] / judged[k]:.0%}" if judged[k] else "?"
+        share = f"{wrong[k] / known_counts[k]:.0%}" if known_counts[k] else "?"
         bar = ("█" * max(1, round(12 * given / most)) if given else "").ljust(12)
         cells = [
             str(available[k]) if split.name == "train" else "",

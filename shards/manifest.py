@@ -1,6 +1,6 @@
-"""`manifest.json` and the sample table: what a set of shards is made of. Easy to read, trusted by nobody.
+"""`manifest.json` and the sample table: what a set of shards is made of. Both are checked when read.
 
-`manifest.json` is written last, so a folder that has one is whole. The table (Parquet) has one row for each
+`manifest.json` is written last, so a folder that has one is complete. The table (Parquet) has one row for each
 sample, in order of its permanent index, and is the byte index of the tars.
 """
 
@@ -67,7 +67,7 @@ class SplitInfo(Settings):
 
 
 class BiasInfo(Settings):
-    """What was asked for and what came out, for the training split."""
+    """The bias that was asked for and the one that resulted, in the training split."""
 
     rho: float
     tail: str
@@ -77,7 +77,7 @@ class BiasInfo(Settings):
     seed: int
     available_counts: list[int]
     realised_rho: float | None  # None: a class is empty
-    realised_noise: float  # share of samples whose label was changed by us
+    realised_noise: float  # share of samples whose label the build changed
     flipped: int
     # transition[i][j]: samples of class i labelled j. None above 256 classes: the table has it.
     transition: list[list[int]] | None
@@ -105,12 +105,12 @@ class Manifest(Settings):
     def to_bytes(self) -> bytes:
         """Indented for people, with each list of plain values on one line."""
         text = json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False)
-        flat = re.sub(r"\[\n *([^\[\]{}]*?)\n *\]", lambda found: "[" + re.sub(r"\n *", " ", found[1]) + "]", text)
+        flat = re.sub(r"\[\n *([^\[\]{}]*?)\n *\]", lambda match: "[" + re.sub(r"\n *", " ", match[1]) + "]", text)
         return (flat + "\n").encode()
 
 
 def parse(data: bytes, where: str) -> Manifest:
-    """The manifest in `data`, or a sentence about what is wrong with it."""
+    """The manifest in `data`; UserError if it is damaged."""
     again = "Build the shards again, or get a fresh copy."
     try:
         tree = json.loads(data)
@@ -127,8 +127,8 @@ def parse(data: bytes, where: str) -> Manifest:
         manifest = Manifest.model_validate(tree)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise UserError(f"{where}/{FILE} is damaged at '{place}': {first['msg']}. {again}") from None
+        field = ".".join(str(part) for part in first["loc"])
+        raise UserError(f"{where}/{FILE} is damaged at '{field}': {first['msg']}. {again}") from None
     for name, split in manifest.splits.items():
         if split.shards and sum(shard.samples for shard in split.shards) != split.samples:
             raise UserError(f"{where}/{FILE} is damaged: the shards of '{name}' do not add up to its samples. {again}")

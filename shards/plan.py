@@ -1,4 +1,4 @@
-"""Which sample gets which index and label: a function of collection, settings and what proved unusable."""
+"""Which sample gets which index and label: a function of collection, settings and unusable rows."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ class Plan:
         return digest.hexdigest()
 
 
-def make_plan(found: Collection, config: BuildConfig, bad: dict[str, set[int]]) -> dict[str, Plan]:
-    """Plans of all splits with the `bad` rows left out."""
+def make_plan(collection: Collection, config: BuildConfig, unusable: dict[str, set[int]]) -> dict[str, Plan]:
+    """Plans of all splits with the `unusable` rows left out."""
     plans = {}
-    for name, rows in found.splits.items():
-        whole = _choose(name, rows, found, config, set())
-        plan = whole if not bad.get(name) else _choose(name, rows, found, config, bad[name])
-        plans[name] = _in_order(plan, _order(name, len(rows), whole.rows, plan.rows, config))
+    for name, rows in collection.splits.items():
+        first_choice = _choose(name, rows, collection, config, set())
+        plan = first_choice if not unusable.get(name) else _choose(name, rows, collection, config, unusable[name])
+        plans[name] = _reorder(plan, _order(name, len(rows), first_choice.rows, plan.rows, config))
     return plans
 
 
-def _choose(name: str, rows: SourceTable, found: Collection, config: BuildConfig, bad: set[int]) -> Plan:
+def _choose(name: str, rows: SourceTable, collection: Collection, config: BuildConfig, unusable: set[int]) -> Plan:
     """The chosen rows, ascending, with their labels."""
-    classes = len(found.classes)
+    classes = len(collection.classes)
     usable = np.ones(len(rows), bool)
-    usable[list(bad)] = False
+    usable[list(unusable)] = False
     chosen = np.flatnonzero(usable)
     known = bool((rows.true >= 0).all())
     before = rows.true if known else rows.given
@@ -63,30 +63,30 @@ def _choose(name: str, rows: SourceTable, found: Collection, config: BuildConfig
     empty = np.flatnonzero(bias.counts_of(rows.given[chosen], classes) == 0)
     if len(empty):
         raise UserError(
-            f"Class '{found.classes[empty[0]]}' has no usable training picture left. Repair its pictures, "
+            f"Class '{collection.classes[empty[0]]}' has no usable training picture left. Repair its pictures, "
             "or take the class out."
         )
     if config.rho > 1:
         shuffled = bias.generator(config.bias_seed, "tail").permutation(len(rows))
-        chosen = bias.keep_rows(rows.given, chosen, _targets(rows.given[chosen], found, config), shuffled)
+        chosen = bias.keep_rows(rows.given, chosen, _targets(rows.given[chosen], collection, config), shuffled)
     given, true = rows.given[chosen], rows.true[chosen]
     flipped = np.zeros(len(chosen), bool)
     if config.noise > 0 and config.noise_kind != "none":
-        # Who injects noise takes the labels before it for true.
+        # Labels before the injection count as true.
         true = given
         if (rows.true[rows.true >= 0] != rows.given[rows.true >= 0]).any():
             raise UserError("The labels of this collection are noisy already and say so. Set noise=0.")
         noise = bias.generator(config.bias_seed, "noise")
         shuffled, draws = noise.permutation(len(rows)), noise.random(len(rows))
-        wrong = _numbers(config.noise_map, found.classes)
+        wrong = _by_class_number(config.noise_map, collection.classes)
         given = bias.add_noise(rows.given, chosen, classes, config.noise, config.noise_kind, shuffled, draws, wrong)
         flipped = given != rows.given[chosen]
     return Plan(chosen, given, true, flipped, bias.counts_of(before[chosen], classes))
 
 
-def _targets(labels: NDArray[np.int32], found: Collection, config: BuildConfig) -> NDArray[np.int64]:
+def _targets(labels: NDArray[np.int32], collection: Collection, config: BuildConfig) -> NDArray[np.int64]:
     """Samples to keep of each class."""
-    available = bias.counts_of(labels, len(found.classes))
+    available = bias.counts_of(labels, len(collection.classes))
     if config.tail == "sorted":
         return np.maximum(bias.sorted_tail_counts(available, config.rho), np.minimum(available, 1))
     targets = bias.tail_counts(config.largest or int(available.min()), len(available), config.rho)
@@ -94,19 +94,19 @@ def _targets(labels: NDArray[np.int32], found: Collection, config: BuildConfig) 
     if len(short):
         k = short[0]
         raise UserError(
-            f"Class '{found.classes[k]}' has {available[k]} pictures, the long tail asks for {targets[k]}. "
+            f"Class '{collection.classes[k]}' has {available[k]} pictures, the long tail asks for {targets[k]}. "
             f"Lower `largest` (now {config.largest}), or set tail=sorted to take what there is."
         )
     if targets.min() == 0:
         k = int(np.flatnonzero(targets == 0)[0])
         raise UserError(
-            f"With rho={config.rho:g} class '{found.classes[k]}' would be left without a picture "
+            f"With rho={config.rho:g} class '{collection.classes[k]}' would be left without a picture "
             f"(the largest class has {targets[0]}). Lower rho, or set tail=sorted."
         )
     return targets
 
 
-def _numbers(wrong: dict[str, str], classes: list[str]) -> dict[int, int]:
+def _by_class_number(wrong: dict[str, str], classes: list[str]) -> dict[int, int]:
     """The map of wrong labels by class number."""
     number = {str(k): k for k in range(len(classes))} | {name: k for k, name in enumerate(classes)}
     out = {}
@@ -121,36 +121,36 @@ def _numbers(wrong: dict[str, str], classes: list[str]) -> dict[int, int]:
 
 
 def _order(
-    name: str, total: int, whole: NDArray[np.int64], chosen: NDArray[np.int64], config: BuildConfig
+    name: str, total: int, first_choice: NDArray[np.int64], chosen: NDArray[np.int64], config: BuildConfig
 ) -> NDArray[np.int64]:
-    """Chosen rows, shuffled. One that fell out is replaced in its place: other shards stay as they are."""
+    """Chosen rows, shuffled. A new row takes the position of an unusable one, so that other shards do not change."""
     shuffled = bias.generator(config.bias_seed, f"order of {name}").permutation(total)
     wanted = np.zeros(total, bool)
-    wanted[whole] = True
+    wanted[first_choice] = True
     order = shuffled[wanted[shuffled]]
     kept = np.zeros(total, bool)
     kept[chosen] = True
-    fresh = shuffled[kept[shuffled] & ~wanted[shuffled]]
+    replacements = shuffled[kept[shuffled] & ~wanted[shuffled]]
     holes = np.flatnonzero(~kept[order])
-    direct = min(len(holes), len(fresh))
-    order[holes[:direct]] = fresh[:direct]
-    order = np.concatenate([order, fresh[direct:]])
-    # Holes that are left are filled from the end, which shortens the last shards only.
-    spare = order[len(chosen) :]
+    direct = min(len(holes), len(replacements))
+    order[holes[:direct]] = replacements[:direct]
+    order = np.concatenate([order, replacements[direct:]])
+    # Positions that are still empty are filled from the end, which shortens the last shards only.
+    rest = order[len(chosen) :]
     left = holes[direct:]
-    order[left[left < len(chosen)]] = spare[kept[spare]]
+    order[left[left < len(chosen)]] = rest[kept[rest]]
     return order[: len(chosen)]
 
 
-def _in_order(plan: Plan, order: NDArray[np.int64]) -> Plan:
-    place = np.searchsorted(plan.rows, order)
-    return Plan(order, plan.given[place], plan.true[place], plan.flipped[place], plan.clean_counts)
+def _reorder(plan: Plan, order: NDArray[np.int64]) -> Plan:
+    position = np.searchsorted(plan.rows, order)
+    return Plan(order, plan.given[position], plan.true[position], plan.flipped[position], plan.clean_counts)
 
 
-def describe(found: Collection, plan: Plan, config: BuildConfig) -> BiasInfo:
-    """What was asked for and what came out."""
-    classes = len(found.classes)
-    rows = found.splits["train"]
+def describe(collection: Collection, plan: Plan, config: BuildConfig) -> BiasInfo:
+    """The bias that was asked for and the one that resulted."""
+    classes = len(collection.classes)
+    rows = collection.splits["train"]
     before = rows.given[plan.rows]
     counts = bias.counts_of(before, classes)
     matrix = None

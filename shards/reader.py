@@ -1,8 +1,8 @@
-"""Reading finished shards: labels as arrays, pictures at random by byte offset through memory maps.
+"""Reading finished shards: labels as arrays, any picture by its byte offset through memory maps.
 
-What is checked: at opening, the manifest, the sha256 of the table, and the size of every shard. The sha256 of
-shards at opening too if a split has at most 1 GiB; of larger ones in the background, each shard from its
-first use on, and the next read after a bad one fails. Copies of remote shards are checked before use.
+Checked at opening: the manifest, the sha256 of the table, the size of every shard, and the sha256 of all shards
+if a split has at most 1 GiB. In a larger split each shard is hashed in the background from its first use on; if
+one is bad, the next read fails. Copies of remote shards are checked before use.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def read_manifest(url: str) -> Manifest:
 
 
 def open_split(url: str, split: str = "train", cache: CacheConfig | None = None, verify: bool = True) -> Split:
-    """One split of finished shards, checked as far as that is cheap."""
+    """One split of finished shards, with the quick checks done."""
     about = read_manifest(url)
     if split not in about.splits:
         raise UserError(f"{store_at(url)} has no split '{split}'; it has {', '.join(about.splits)}.")
@@ -66,11 +66,11 @@ class Split:
         self.shard_sizes = [shard.samples for shard in self.info.shards] or [self.info.samples]
         self._cache = Cache(self.store, cache, verify)
         self._maps: dict[int, mmap.mmap] = {}
-        self._streamed: set[int] = set()  # shards no copy of which can be kept
+        self._streamed: set[int] = set()  # shards for which the cache has no room
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._unchecked: queue.SimpleQueue[tuple[str, FileInfo]] | None = None
-        self._trouble: UserError | None = None
+        self._failure: UserError | None = None
         self._eager = sum(shard.bytes for shard in self.info.shards) <= EAGER_BYTES
         self._check_sizes()
         columns = self._load_table()
@@ -87,7 +87,7 @@ class Split:
 
     @property
     def clean_counts(self) -> NDArray[np.int64]:
-        """Samples by class before noise; as given where the truth is unknown."""
+        """Samples by class before noise; by given label where the true one is unknown."""
         return np.array(self.info.clean_counts, np.int64)
 
     @property
@@ -99,8 +99,8 @@ class Split:
         """The encoded picture of a sample."""
         if os.getpid() != self._process:
             self._after_fork()
-        if self._trouble is not None:
-            raise self._trouble
+        if self._failure is not None:
+            raise self._failure
         shard = int(self._shard[index])
         offset = int(self._offset[index])
         end = offset + int(self._size[index])
@@ -108,16 +108,16 @@ class Split:
             try:
                 return memoryview(self._maps.get(shard) or self._map(shard))[offset:end]
             except NoRoom as error:
-                self._stream(shard, error)
+                self._read_without_copy(shard, error)
         return memoryview(self.read_one(index))
 
     def read_one(self, index: int) -> bytes:
-        """The same without its shard: for a few pictures among many, nothing large is fetched and nothing hashed."""
+        """The same without downloading or hashing the shard: for a few pictures among many."""
         offset = int(self._offset[index])
         return self.store.read_range(self._tar(int(self._shard[index])).name, offset, offset + int(self._size[index]))
 
     def prefetch(self, shards: Iterable[int]) -> None:
-        """Remote shards in the order they will be used; they are fetched ahead."""
+        """Download remote shards ahead, in the order in which they will be used."""
         if self.store.root is None:
             self._cache.prefetch([self.info.shards[number] for number in shards])
 
@@ -150,40 +150,38 @@ class Split:
         self._check_digest(str(path), self.info.beton)
         return str(path)
 
-    # ------------------------------------------------------------------------------------- inside
-
     def _check_sizes(self) -> None:
-        if self.store.url.startswith("http"):  # no listings there; what is fetched is checked when it arrives
+        if self.store.url.startswith("http"):  # it has no listings; downloads are checked when they arrive
             return
-        there = self.store.sizes()
+        sizes = self.store.sizes()
         for file in filter(None, (*self.info.shards, self.info.table, self.info.beton)):
-            if there.get(file.name) != file.bytes:
-                self._refuse(file, there.get(file.name))
+            if sizes.get(file.name) != file.bytes:
+                self._raise_wrong_size(file, sizes.get(file.name))
 
     def _shown(self, name: str) -> str:
         return redact(self.store.at(name))
 
-    def _refuse(self, file: FileInfo, size: int | None) -> None:
+    def _raise_wrong_size(self, file: FileInfo, size: int | None) -> None:
         what = "is missing" if size is None else f"has {size} bytes instead of {file.bytes}"
         raise UserError(
             f"Shard {self._shown(file.name)} {what}. Copy it again from where it came, or remove the "
             "folder and build the shards anew."
         )
 
-    def _altered(self, name: str) -> UserError:
+    def _altered_error(self, name: str) -> UserError:
         return UserError(
             f"Shard {self._shown(name)} was altered: its sha256 is not that of the manifest. Copy it again "
             "from where it came, or remove the folder and build the shards anew."
         )
 
     def _check_digest(self, path: str, file: FileInfo) -> None:
-        if self.verify and self.store.root:  # copies of remote files were checked when they came
+        if self.verify and self.store.root:  # copies of remote files were checked when they arrived
             with open(path, "rb") as handle:
                 if hashlib.file_digest(handle, "sha256").hexdigest() != file.sha256:
-                    raise self._altered(file.name)
+                    raise self._altered_error(file.name)
 
     def _open_table(self) -> pa.NativeFile:
-        """Opened anew each time: the cache may drop it, and an open file stays."""
+        """Opened each time: the cache may remove the copy, but an open file stays readable."""
         while True:
             path = str(self._cache.local(self.info.table))
             try:
@@ -191,7 +189,7 @@ class Split:
             except FileNotFoundError:
                 if self.store.root:
                     raise
-                # Else another process made room for its own copies just now: fetch it again.
+                # Else another process has just removed the copy to make room: download it again.
 
     def _load_table(self) -> dict[str, NDArray[Any]]:
         if self.store.root:
@@ -199,38 +197,38 @@ class Split:
         columns: dict[str, NDArray[Any]] = {}
         table = pa.parquet.ParquetFile(self._open_table())
         if table.metadata.num_rows != len(self):
-            raise self._altered(self.info.table.name)
-        for name in _COLUMNS:  # one at a time into its final array: the peak is one column above the result
+            raise self._altered_error(self.info.table.name)
+        for name in _COLUMNS:  # one at a time: the peak of memory is one column above the result
             out = np.empty(len(self), manifest.TABLE.field(name).type.to_pandas_dtype())
-            place = 0
+            start = 0
             for batch in table.iter_batches(1 << 16, columns=[name]):
-                out[place : place + len(batch)] = batch.column(0).to_numpy()
-                place += len(batch)
+                out[start : start + len(batch)] = batch.column(0).to_numpy()
+                start += len(batch)
             columns[name] = out
         return columns
 
     def _check_table(self) -> None:
-        """The table is data: nothing in it may point outside."""
+        """The table is data: no number in it may point outside its shards or classes."""
         classes = len(self.classes)
-        fine = bool(((self.given >= 0) & (self.given < classes)).all())
-        fine = fine and bool(((self.true >= -1) & (self.true < classes)).all())
-        if self.info.shards and fine:
+        valid = bool(((self.given >= 0) & (self.given < classes)).all())
+        valid = valid and bool(((self.true >= -1) & (self.true < classes)).all())
+        if self.info.shards and valid:
             sizes = np.array([shard.bytes for shard in self.info.shards], np.int64)
-            fine = bool(((self._shard >= 0) & (self._shard < len(sizes))).all())
-            fine = fine and bool(((self._offset >= 0) & (self._size >= 0)).all())
-            fine = fine and bool((self._offset + self._size <= sizes[self._shard]).all())
-        if not fine:
+            valid = bool(((self._shard >= 0) & (self._shard < len(sizes))).all())
+            valid = valid and bool(((self._offset >= 0) & (self._size >= 0)).all())
+            valid = valid and bool((self._offset + self._size <= sizes[self._shard]).all())
+        if not valid:
             raise UserError(f"{self._shown(self.info.table.name)} is damaged: it points outside its shards or classes.")
 
     def _map(self, number: int) -> mmap.mmap:
-        """The memory map of a shard; the first one to ask fetches and checks it."""
+        """The memory map of a shard. The first call downloads and checks the shard."""
         with self._lock:
             if number in self._maps:
                 return self._maps[number]
             view = self._open(self._tar(number))
             self._maps[number] = view
             if self.store.root is None:
-                self._forget_maps()
+                self._drop_old_maps()
             return view
 
     def _tar(self, number: int) -> ShardInfo:
@@ -238,8 +236,8 @@ class Split:
             raise UserError(f"{self.store} holds FFCV files only; build with format=tar or format=both to read tars.")
         return self.info.shards[number]
 
-    def _stream(self, shard: int, why: NoRoom) -> None:
-        """From now on picture by picture over the network: slow and without the shard's sha256, but it goes on."""
+    def _read_without_copy(self, shard: int, why: NoRoom) -> None:
+        """Read the pictures of this shard one by one over the network from now on: slow, and not checked by sha256."""
         if not self._streamed:
             log.warning("%s Until the next start pictures are read one by one from the store, which is slow.", why)
         self._streamed.add(shard)
@@ -248,41 +246,41 @@ class Split:
         while True:
             path = self._cache.local(shard)
             try:
-                if self._eager:  # through the file, not the map: what is hashed need not stay in memory
+                if self._eager:  # by reading the file: hashing the map would keep its pages in memory
                     self._check_digest(str(path), shard)
                 elif self.verify and self.store.root:
-                    self._check_later(str(path), shard)
+                    self._check_in_background(str(path), shard)
                 with open(path, "rb") as file:
                     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             except FileNotFoundError:
                 if self.store.root:
-                    self._refuse(shard, None)
-                # Else another process made room for its own copies just now: fetch it again.
+                    self._raise_wrong_size(shard, None)
+                # Else another process has just removed the copy to make room: download it again.
 
-    def _check_later(self, path: str, shard: FileInfo) -> None:
-        """Hash in the background: hundreds of GB must not hold up the first batch."""
+    def _check_in_background(self, path: str, shard: FileInfo) -> None:
+        """Hash in the background: hashing hundreds of GB must not delay the first batch."""
         if self._unchecked is None:
             self._unchecked = queue.SimpleQueue()
-            threading.Thread(target=self._check_all, args=(self._unchecked,), daemon=True).start()
+            threading.Thread(target=self._check_queued, args=(self._unchecked,), daemon=True).start()
         self._unchecked.put((path, shard))
 
-    def _check_all(self, waiting: queue.SimpleQueue[tuple[str, FileInfo]]) -> None:
-        while self._trouble is None:
+    def _check_queued(self, waiting: queue.SimpleQueue[tuple[str, FileInfo]]) -> None:
+        while self._failure is None:
             try:
                 self._check_digest(*waiting.get())
             except UserError as error:
-                self._trouble = error
+                self._failure = error
 
-    def _forget_maps(self) -> None:
-        """A mapped copy keeps its disk space even if the cache drops it: hold no more than the cache may."""
-        held = sum(self.info.shards[number].bytes for number in self._maps)
-        while held > self._cache.config.max_gb * 1e9 and len(self._maps) > 1:
+    def _drop_old_maps(self) -> None:
+        """A mapped copy keeps its disk space even if the cache removes it: map no more bytes than the cache may hold."""
+        mapped = sum(self.info.shards[number].bytes for number in self._maps)
+        while mapped > self._cache.config.max_gb * 1e9 and len(self._maps) > 1:
             oldest = next(iter(self._maps))
-            held -= self.info.shards[oldest].bytes
-            del self._maps[oldest]  # closed when the last view of it is gone
+            mapped -= self.info.shards[oldest].bytes
+            del self._maps[oldest]  # closed when its last view is gone
 
     def _after_fork(self) -> None:
-        # Maps survive a fork, a lock held by another thread at that moment does not.
+        # Maps stay valid after a fork. A lock that another thread held at that moment would never be released.
         self._lock = threading.Lock()
         self._unchecked = None
         self._cache = Cache(self.store, self._cache.config, self.verify)

@@ -1,4 +1,4 @@
-"""Plain tar archives: the place of every picture is known, and the same samples give the same bytes."""
+"""Writing tar archives: the offset of every picture is known, and the same samples give the same bytes."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ _PADDING = [b"\0" * (-n % BLOCK) for n in range(BLOCK)]
 
 
 def header(name: bytes, size: int) -> bytes:
-    """A ustar header; owner, mode and time are fixed so that they cannot differ between builds."""
+    """A ustar header. Owner, mode and time are fixed, so that they are the same in every build."""
     length = b"%011o\0" % size
     checksum = _FIXED + sum(name + length)
     return b"%b%b%b%b%06o\0 %b" % (name.ljust(100, b"\0"), _OWNER, length, _TIME, checksum, _REST)
 
 
 class TarWriter:
-    """Appends samples to an open file; knows offsets, length and sha256 when done."""
+    """Appends samples to an open file; computes offsets, length and sha256."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
         self.bytes = 0
         self._hash = hashlib.sha256()
-        self._waiting: list[bytes] = []
+        self._buffered: list[bytes] = []
         self._written = 0
 
     def add(self, name: bytes, extension: bytes, picture: bytes, about: bytes) -> int:
         """Write one sample as two members; returns the offset of the picture's bytes."""
         offset = self.bytes + BLOCK
         size, length = len(picture), len(about)
-        self._waiting += (
+        self._buffered += (
             header(b"%b.%b" % (name, extension), size),
             picture,
             _PADDING[size % BLOCK],
@@ -54,15 +54,15 @@ class TarWriter:
 
     def close(self) -> str:
         """End the archive; returns its sha256."""
-        self._waiting.append(b"\0" * (2 * BLOCK))
+        self._buffered.append(b"\0" * (2 * BLOCK))
         self.bytes += 2 * BLOCK
         self._write()
         return self._hash.hexdigest()
 
     def _write(self) -> None:
-        """Hash and write what has gathered, in one piece: many small calls would cost more than the bytes."""
-        data = b"".join(self._waiting)
-        self._waiting.clear()
+        """Hash and write the buffer in one piece: many small calls would take longer."""
+        data = b"".join(self._buffered)
+        self._buffered.clear()
         self._hash.update(data)
         self.file.write(data)
         self._written = self.bytes

@@ -35,7 +35,7 @@ from shards.tar import BLOCK, header
 ABOUT = "Check finished shards: hashes, counts, indices and, if asked, that every picture can be decoded."
 _MOST_JSON = 1 << 20
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 class VerifyConfig(Settings):
@@ -50,8 +50,8 @@ class VerifyConfig(Settings):
 COMMAND = cli.Command("python -m shards.verify", ABOUT, VerifyConfig, words=("url",))
 
 
-def verify(config: VerifyConfig, tell: Tell) -> int:
-    """Tell of every problem; returns their number."""
+def verify(config: VerifyConfig, report: Report) -> int:
+    """Report every problem; returns their number."""
     store = store_at(config.url)
     about = read_manifest(config.url)
     problems = 0
@@ -59,17 +59,17 @@ def verify(config: VerifyConfig, tell: Tell) -> int:
     def wrong(text: str) -> None:
         nonlocal problems
         problems += 1
-        tell(text)
+        report(text)
 
     listed = {manifest.FILE, "build.json", *(file.name for file in files(about))}
-    there = store.sizes() or {name: size for name in listed if (size := store.size(name)) is not None}
-    files_there = _Files(store, there, config.cache, wrong)
+    present = store.sizes() or {name: size for name in listed if (size := store.size(name)) is not None}
+    checked = _Files(store, present, config.cache, wrong)
     for name, info in about.splits.items():
-        _SplitCheck(name, info, about, files_there, config, wrong).check()
+        _SplitCheck(name, info, about, checked, config, wrong).check()
     if about.rejected.table:
-        with files_there.opened(about.rejected.table):
+        with checked.opened(about.rejected.table):
             pass
-    for name in sorted(set(there) - listed):
+    for name in sorted(set(present) - listed):
         wrong(f"{name}: is not listed in the manifest")
     return problems
 
@@ -84,15 +84,15 @@ def files(about: Manifest) -> Iterator[FileInfo]:
 
 
 class _Files:
-    """The files of a store, one at a time. The store itself is judged, not what somebody fetched from it earlier."""
+    """The files of a store, one at a time. They are read from the store itself, not from the cache."""
 
-    def __init__(self, store: Store, there: dict[str, int], config: CacheConfig, wrong: Tell) -> None:
-        self.store, self.there, self.config, self.wrong = store, there, config, wrong
+    def __init__(self, store: Store, present: dict[str, int], config: CacheConfig, wrong: Report) -> None:
+        self.store, self.present, self.config, self.wrong = store, present, config, wrong
 
     @contextmanager
     def opened(self, file: FileInfo) -> Iterator[Path | None]:
-        """Tells of presence, size and sha256; gives a local path if the file is there at all."""
-        size = self.there.get(file.name)
+        """Checks presence, size and sha256; yields a local path, None if the file is missing."""
+        size = self.present.get(file.name)
         if size is None:
             self.wrong(f"{file.name}: is missing")
             yield None
@@ -126,7 +126,7 @@ class _Files:
     def _fetch(self, name: str, size: int, path: Path) -> None:
         self.store.fetch(name, path)
         if path.stat().st_size != size:
-            raise OSError(f"{path.stat().st_size} of {size} bytes arrived")
+            raise OSError(f"{path.stat().st_size} of {size} bytes received")
 
 
 class _SplitCheck:
@@ -137,19 +137,19 @@ class _SplitCheck:
         name: str,
         info: SplitInfo,
         about: Manifest,
-        there: _Files,
+        files: _Files,
         config: VerifyConfig,
-        wrong: Tell,
+        wrong: Report,
     ) -> None:
         self.name, self.info, self.about, self.config = name, info, about, config
-        self.there, self.wrong = there, wrong
+        self.files, self.wrong = files, wrong
         self.names = dict(enumerate(about.classes))
 
     def check(self) -> None:
         if self.info.beton:
-            with self.there.opened(self.info.beton):
+            with self.files.opened(self.info.beton):
                 pass
-        with self.there.opened(self.info.table) as path:
+        with self.files.opened(self.info.table) as path:
             table = self._table(path) if path else None
         if table is None:
             return
@@ -157,14 +157,14 @@ class _SplitCheck:
         with Progress(self.info.samples, "samples", None, bar=True) as progress:
             for number, shard in enumerate(self.info.shards):
                 rows = table.slice(start, shard.samples).to_pydict()
-                with self.there.opened(shard) as path:
+                with self.files.opened(shard) as path:
                     if path is not None and shard.bytes:
                         self._shard(number, shard, start, rows, path)
                 start += shard.samples
                 progress.step(shard.samples)
 
     def _table(self, path: Path) -> pa.Table | None:
-        """The sample table, if it can be used; its own contradictions are told."""
+        """The sample table, None if it cannot be used; checks it against the manifest."""
         name, info, classes = self.info.table.name, self.info, len(self.about.classes)
         try:
             table = pa.parquet.read_table(path)
@@ -188,44 +188,44 @@ class _SplitCheck:
         return table
 
     def _shard(self, number: int, shard: ShardInfo, start: int, rows: dict[str, Any], path: Path) -> None:
-        """Walk the tar by what should be there, byte by byte; name the samples that are not so."""
+        """Compare every header and JSON of the tar with the table."""
         if not path.stat().st_size:
-            return  # its size was told
+            return  # its size was reported
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             damaged = hashlib.sha256(data).hexdigest() != shard.sha256
-            place: int | None = 0
+            position: int | None = 0
             for row in range(shard.samples):
                 sample = {name: column[row] for name, column in rows.items()}
                 # After a damaged sample the table says where the next one should be.
-                where = place if place is not None else sample["offset"] - BLOCK
-                trouble, place = self._sample(data, where, number, start + row, sample)
-                if trouble is None and (damaged or self.config.decode):
-                    trouble = self._decode(data, sample)
-                if trouble:
-                    self.wrong(f"{shard.name}: sample {start + row} ({sample['key']!r}): {trouble}")
-            if place is not None and data[place:] != b"\0" * (2 * BLOCK):
+                start_at = position if position is not None else sample["offset"] - BLOCK
+                problem, position = self._sample(data, start_at, number, start + row, sample)
+                if problem is None and (damaged or self.config.decode):
+                    problem = self._decode(data, sample)
+                if problem:
+                    self.wrong(f"{shard.name}: sample {start + row} ({sample['key']!r}): {problem}")
+            if position is not None and data[position:] != b"\0" * (2 * BLOCK):
                 self.wrong(f"{shard.name}: does not end after its last sample")
 
     def _sample(
-        self, data: mmap.mmap, place: int, number: int, index: int, sample: dict[str, Any]
+        self, data: mmap.mmap, position: int, number: int, index: int, sample: dict[str, Any]
     ) -> tuple[str | None, int | None]:
-        """(what is wrong, where the next sample starts; None: nobody knows)."""
+        """(what is wrong or None, where the next sample starts or None if that is unknown)"""
         size, extension = sample["size"], sample["format"]
         if extension not in EXTENSIONS:
             return f"format {extension!r} is not allowed", None
-        if sample["shard"] != number or sample["offset"] != place + BLOCK:
+        if sample["shard"] != number or sample["offset"] != position + BLOCK:
             return "the table points to another place", None
-        if data[place : place + BLOCK] != header(f"{index:08d}.{extension}".encode(), size):
+        if data[position : position + BLOCK] != header(f"{index:08d}.{extension}".encode(), size):
             return "the tar header of the picture is wrong", None
-        place = sample["offset"] + size + -size % BLOCK
+        position = sample["offset"] + size + -size % BLOCK
         try:
-            length = int(data[place + 124 : place + 135], 8)
-            if data[place : place + BLOCK] != header(f"{index:08d}.json".encode(), length) or length > _MOST_JSON:
+            length = int(data[position + 124 : position + 135], 8)
+            if data[position : position + BLOCK] != header(f"{index:08d}.json".encode(), length) or length > _MOST_JSON:
                 raise ValueError
         except ValueError:
             return "the tar header of the JSON is wrong", None
-        body = data[place + BLOCK : place + BLOCK + length]
-        place += BLOCK + length + -length % BLOCK
+        body = data[position + BLOCK : position + BLOCK + length]
+        position += BLOCK + length + -length % BLOCK
         expected = {
             "index": index,
             "given": sample["given"],
@@ -238,7 +238,7 @@ class _SplitCheck:
             same = json.loads(body) in (expected, {OLD_COLUMNS.get(key, key): expected[key] for key in expected})
         except ValueError:
             same = False
-        return (None if same else "its JSON does not say what the table says"), place
+        return (None if same else "its JSON does not say what the table says"), position
 
     def _decode(self, data: mmap.mmap, sample: dict[str, Any]) -> str | None:
         content = data[sample["offset"] : sample["offset"] + sample["size"]]

@@ -1,4 +1,4 @@
-"""Writing shards: one task is one tar, and knows all that a process on any machine needs to write it."""
+"""Writing shards. One task is one tar, and holds all that a process on any machine needs to write it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from shards.picture import Rules, check_and_convert
 from shards.sources import Reader, Rejected
 from shards.tar import TarWriter
 
-_quoted: Callable[[str], str] = json.encoder.encode_basestring  # a JSON string, not only ASCII
+_quoted: Callable[[str], str] = json.encoder.encode_basestring  # a JSON string; not only ASCII
 
 JSON_FIELDS = ("index", "given", "class", "true", "flipped", "key")  # of each sample
-# What is known of a shard when it is written, until the manifest is: one row for each planned sample.
+# The record of a written shard until there is a manifest: one row for each planned sample.
 _PART_COLUMNS: dict[str, Any] = {
     "row": pa.int64(),
     "offset": pa.int64(),
@@ -99,7 +99,7 @@ class Part:
 
 
 def load_part(store: Store, shard: str) -> Part | None:
-    """The record of a shard, if it was written whole."""
+    """The record of a shard, if the shard is complete."""
     data = store.read(part_name(shard), 1 << 30)
     if data is None:
         return None
@@ -114,18 +114,18 @@ def load_part(store: Store, shard: str) -> Part | None:
 
 
 def write_shard(task: Task, job: Job, step: Callable[[int], None]) -> None:
-    """Fetch, check, perhaps shrink, and store the samples of a task; rejected ones are left out and noted."""
+    """Read, check, perhaps shrink, and store the samples of a task. Rejected ones go to the record only."""
     store = store_at(job.url)
-    names = [_quoted(name) for name in job.classes]
+    quoted_classes = [_quoted(name) for name in job.classes]
     records: list[tuple[int, int, int, str | None, str | None]] = []
     given, true, flipped = task.given.tolist(), task.true.tolist(), task.flipped.tolist()
     temporary = store.temporary()
     try:
-        with _earlier(store, task) as earlier, open(temporary, "wb") as file:
+        with _reuse_pictures(store, task) as reuse, open(temporary, "wb") as file:
             tar = TarWriter(file)
-            for place, (row, key) in enumerate(zip(task.rows.tolist(), task.keys)):
+            for position, (row, key) in enumerate(zip(task.rows.tolist(), task.keys)):
                 try:
-                    picture, extension = earlier(row) or check_and_convert(
+                    picture, extension = reuse(row) or check_and_convert(
                         job.reader.read(task.split, row, key), job.rules
                     )
                 except Rejected as error:
@@ -135,24 +135,24 @@ def write_shard(task: Task, job: Job, step: Callable[[int], None]) -> None:
                 except Exception as error:  # one strange picture among millions must not end the build
                     records.append((row, 0, 0, None, f"cannot be decoded ({type(error).__name__})"))
                 else:
-                    index = task.start + place
-                    about = _about(index, given[place], true[place], flipped[place], names, key)
+                    index = task.start + position
+                    about = _sample_json(index, given[position], true[position], flipped[position], quoted_classes, key)
                     offset = tar.add(b"%08d" % index, extension.encode(), picture, about)
                     records.append((row, offset, len(picture), extension, None))
-                if place % 64 == 63:
+                if position % 64 == 63:
                     step(64)
             step(len(task.rows) % 64)
             sha256 = tar.close()
-        store.remove(part_name(task.name))  # between two lines: a record must never tell of another tar
+        store.remove(part_name(task.name))  # before the tar changes: a record must never describe another tar
         store.publish(temporary, task.name)
     finally:
         temporary.unlink(missing_ok=True)
-    known = json.dumps({"digest": task.digest, "bytes": tar.bytes, "sha256": sha256})
+    shard_info = json.dumps({"digest": task.digest, "bytes": tar.bytes, "sha256": sha256})
     columns: dict[str, Any] = dict(zip(PART.names, zip(*records)))
-    table = pa.table(columns, schema=PART.with_metadata({"shard": known}))
+    table = pa.table(columns, schema=PART.with_metadata({"shard": shard_info}))
     sink = pa.BufferOutputStream()
     pa.parquet.write_table(table, sink)
-    # Not forced to the disk, which would force out the tar before it: after a power cut, size or hash tells.
+    # Without fsync, which would flush the tar as well. After a power cut, size or hash of the tar shows the loss.
     store.write(part_name(task.name), sink.getvalue().to_pybytes(), lasting=False)
 
 
@@ -160,45 +160,45 @@ def _reason(error: OSError) -> str:
     return "missing file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror or error})"
 
 
-def _about(index: int, given: int, true: int, flipped: bool, names: list[str], key: str) -> bytes:
-    """The sample's JSON; put together by hand because this runs once for every picture of the web."""
+def _sample_json(index: int, given: int, true: int, flipped: bool, quoted_classes: list[str], key: str) -> bytes:
+    """The JSON of a sample, with JSON_FIELDS. Formatted by hand: json.dumps takes longer, and there are millions."""
     return (
-        f'{{"index": {index}, "given": {given}, "class": {names[given]}, '
+        f'{{"index": {index}, "given": {given}, "class": {quoted_classes[given]}, '
         f'"true": {true if true >= 0 else "null"}, "flipped": {"true" if flipped else "false"}, '
         f'"key": {_quoted(key)}}}'
     ).encode()
 
 
 @contextmanager
-def _earlier(store: Store, task: Task) -> Iterator[Callable[[int], tuple[bytes, str] | None]]:
-    """Pictures of this shard as it was before some sample proved unusable; they are not encoded again."""
+def _reuse_pictures(store: Store, task: Task) -> Iterator[Callable[[int], tuple[bytes, str] | None]]:
+    """Pictures of this shard as an earlier round wrote it: they need not be encoded again."""
     old = load_part(store, task.name) if store.root else None
     if old is None or store.root is None:
         yield lambda row: None
         return
     table = old.kept
-    where = {
+    stored = {
         row: (offset, size, extension)
         for row, offset, size, extension in zip(*(table[name].to_pylist() for name in PART.names[:4]))
     }
     with open(store.root / task.name, "rb") as file:
 
         def fetch(row: int) -> tuple[bytes, str] | None:
-            if row not in where:
+            if row not in stored:
                 return None
-            offset, size, extension = where[row]
+            offset, size, extension = stored[row]
             file.seek(offset)
             return file.read(size), extension
 
         yield fetch
 
 
-# Writers are forked from a bare process, not from the caller: it may have threads, and file systems do not
-# survive a fork. That process imports what writers need once, however many there are.
+# Writers are forked from a server process, not from the caller, which may have threads and open file systems.
+# The server imports what writers need, once for all of them.
 _processes = get_context("forkserver")
 _job: Job
-# Shared by builder and writers: samples done, by place among the tasks in flight; last, whether to leave the rest.
-# Without locks: a writer that is killed would take them with it.
+# Shared by builder and writers: samples done, by slot of the running tasks; the last number is 1 to stop.
+# Without locks: a writer that is killed would never release them.
 _shared: Any
 
 
@@ -209,16 +209,16 @@ class _NoPandas(MetaPathFinder):
 
 
 def leave_out_pandas() -> None:
-    """In a process of our own: pyarrow looks for pandas at its first array, and the import takes half a second."""
+    """Keep pyarrow from importing pandas at its first array, which takes half a second. For our own processes only."""
     sys.meta_path.insert(0, _NoPandas())
-    pa.array([0])  # now it has looked
+    pa.array([0])  # pyarrow looks for pandas now, and never again
     sys.meta_path.pop(0)
 
 
 def prepare() -> None:
-    """Start the process that writers come from; it gets ready while the caller scans the source.
+    """Start the server that writers are forked from; it starts up while the caller scans the source.
 
-    It and the writers are deaf to Ctrl-C from their first instruction: the builder hears it and tells them.
+    The server and the writers ignore SIGINT; the builder forwards it.
     """
     _processes.set_forkserver_preload(["shards.builder"])
     with ignore_sigint():
@@ -227,8 +227,8 @@ def prepare() -> None:
 
 @contextmanager
 def ignore_sigint() -> Iterator[None]:
-    """Processes started in here do not hear Ctrl-C, from their first instruction on; whoever starts them does."""
-    resource_tracker.ensure_running()  # first: starting it would unblock the signal again
+    """Processes started in this block ignore SIGINT from their first instruction on. The caller still gets it."""
+    resource_tracker.ensure_running()  # first: starting it would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -236,101 +236,101 @@ def ignore_sigint() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start_worker(job: Job, shared: Any) -> None:
+def _start_writer(job: Job, shared: Any) -> None:
     global _job, _shared
     _job, _shared = job, shared
     leave_out_pandas()
     builder = parent_process()
 
-    def watch() -> None:  # a killed builder leaves no orphans behind
+    def exit_with_builder() -> None:  # a killed builder leaves no writers behind
         if builder is not None:
             builder.join()
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=exit_with_builder, daemon=True).start()
 
 
-def _work(task: Task, place: int) -> None:
+def _run_task(task: Task, slot: int) -> None:
     def count(samples: int) -> None:
         if _shared[-1]:
             raise KeyboardInterrupt
-        _shared[place] += samples
+        _shared[slot] += samples
 
-    count(0)  # a task that was waiting when the others were stopped
+    count(0)  # the task may have waited in the queue until we were told to stop
     write_shard(task, _job, count)
 
 
 @contextmanager
 def _defer_sigint() -> Iterator[Callable[[], None]]:
-    """Ctrl-C waits until the yielded function is called: it would break the start of a writer.
+    """SIGINT is kept until the yielded function is called: it would break the start of a writer.
 
-    From then on the writers are being waited for, and one more Ctrl-C ends them where they are.
+    After that the builder waits for the writers, and a second SIGINT kills them.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
-    asked = heeded = False
+    pending = delivered = False
     others = set(active_children())
 
-    def hold(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
-        if heeded:
+    def on_sigint(number: int, frame: FrameType | None) -> None:
+        nonlocal pending
+        pending = True
+        if delivered:
             for writer in set(active_children()) - others:
                 writer.kill()
 
-    def heed() -> None:
-        nonlocal asked, heeded
-        if not asked:
+    def deliver() -> None:
+        nonlocal pending, delivered
+        if not pending:
             return
-        asked = False
+        pending = False
         signal.signal(signal.SIGINT, before)
         try:
             signal.raise_signal(signal.SIGINT)
         except BaseException:
-            heeded = True
+            delivered = True
             raise
         finally:
-            signal.signal(signal.SIGINT, hold)
+            signal.signal(signal.SIGINT, on_sigint)
 
-    before = signal.signal(signal.SIGINT, hold)
+    before = signal.signal(signal.SIGINT, on_sigint)
     try:
-        yield heed
+        yield deliver
     finally:
         signal.signal(signal.SIGINT, before)
-        if asked:
+        if pending:
             signal.raise_signal(signal.SIGINT)
 
 
 def write_all(tasks: Iterator[Task], job: Job, writers: int, step: Callable[[int], None]) -> None:
-    """Do all tasks, in this process or in several; `step` hears of finished samples."""
+    """Run all tasks, in this process or in several; `step` is called with the number of finished samples."""
     if writers <= 1:
         for task in tasks:
             write_shard(task, job, step)
         return
     prepare()
-    places = set(range(writers + 1))  # few tasks are in flight at a time: their keys are the memory of this loop
+    free_slots = set(range(writers + 1))  # few tasks at a time: the keys of all would fill the memory
     seen = 0
-    with _defer_sigint() as heed_ctrl_c:
-        shared = _processes.RawArray("q", len(places) + 1)
-        with ProcessPoolExecutor(writers, _processes, _start_worker, (job, shared)) as pool:
+    with _defer_sigint() as deliver_sigint:
+        shared = _processes.RawArray("q", len(free_slots) + 1)
+        with ProcessPoolExecutor(writers, _processes, _start_writer, (job, shared)) as pool:
             running: dict[Future[None], int] = {}
             try:
                 while True:
-                    for task in islice(tasks, len(places)):
-                        place = places.pop()
-                        running[pool.submit(_work, task, place)] = place
+                    for task in islice(tasks, len(free_slots)):
+                        slot = free_slots.pop()
+                        running[pool.submit(_run_task, task, slot)] = slot
                     if not running:
                         break
                     done, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
                     for future in done:
-                        places.add(running.pop(future))
+                        free_slots.add(running.pop(future))
                         future.result()
                     step(sum(shared[:-1]) - seen)
                     seen = sum(shared[:-1])
-                    heed_ctrl_c()
+                    deliver_sigint()
             except BaseException:
                 shared[-1] = 1
-                # Waits for the writers: one that is still starting looks for the semaphores of the pool by name.
+                # Waits for the writers: one that is still starting opens the semaphores of the pool by name.
                 pool.shutdown(cancel_futures=True)
                 raise

@@ -1,4 +1,4 @@
-"""A folder of shards, local or at any fsspec URL: listing, reading and publishing whole files."""
+"""Stores: a local folder or an fsspec URL. Lists, reads and publishes complete files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 CreateFile = Callable[[str], Any]  # from a file name to a binary file, open for writing
 SCHEMES = ("file", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hdfs", "http", "https")
 _TEMPORARY = ".tmp-"  # begins the names of folders that are not complete
-# Stores where an upload becomes visible whole or not at all; elsewhere a temporary name and a move do that.
+# Stores where an upload appears complete or not at all. Elsewhere files get a temporary name and are moved.
 _ATOMIC = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 
 
@@ -43,11 +43,11 @@ def _filesystem(scheme: str, process: int) -> Any:
 
 
 def with_retries(action: Callable[[], T], what: str, deadline: float = 60.0) -> T:
-    """Do it, again with growing pauses if it fails, until the deadline; what cannot improve fails at once."""
+    """Call `action` until it succeeds, with growing pauses, up to the deadline. Permanent errors are raised at once."""
     end = time.monotonic() + deadline
-    usual = 0.25
+    delay = 0.25
     while True:
-        pause = usual * random.uniform(0.5, 1.5)
+        pause = delay * random.uniform(0.5, 1.5)
         try:
             return action()
         except UserError:
@@ -61,13 +61,15 @@ def with_retries(action: Callable[[], T], what: str, deadline: float = 60.0) -> 
             if getattr(error, "errno", None) == errno.ENOSPC:
                 raise
             if time.monotonic() + pause > end:
-                raise Unreachable(f"{what} could not be had within {deadline:g} s: {text}. Try again later.") from None
+                raise Unreachable(
+                    f"{what} could not be reached or read within {deadline:g} s: {text}. Try again later."
+                ) from None
         time.sleep(pause)
-        usual = min(usual * 2, 15.0)
+        delay = min(delay * 2, 15.0)
 
 
 class Store(ABC):
-    """Files in one place; names are plain or one level deep (`.build/x`). Made by `store_at`."""
+    """Files in one folder or bucket; names are plain or one level deep (`.build/x`). Made by `store_at`."""
 
     root: Path | None = None  # the folder, if it is local
     folders_appear_whole: bool  # `write_folder` shows nothing until all files are written
@@ -87,7 +89,7 @@ class Store(ABC):
 
     @abstractmethod
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """Names and sizes of all files in a folder, by one listing; of the web none."""
+        """Names and sizes of all files in a folder, by one listing; empty for a web server."""
 
     @abstractmethod
     def _bytes(self, name: str) -> bytes | None: ...
@@ -99,7 +101,7 @@ class Store(ABC):
             raise UserError(
                 f"{redact(self.at(name))} has {size} bytes, more than any such file should. Check the path."
             )
-        return None if size is None else self._bytes(name)  # it may have gone since
+        return None if size is None else self._bytes(name)  # None too if it was removed in between
 
     @abstractmethod
     def read_range(self, name: str, start: int, end: int) -> bytes:
@@ -107,7 +109,7 @@ class Store(ABC):
 
     @abstractmethod
     def write(self, name: str, data: bytes, lasting: bool = True) -> None:
-        """A small file, all of it or nothing; `lasting`: even if the power fails the next moment."""
+        """Write a small file, complete or not at all; `lasting`: with fsync, to survive a power cut."""
 
     @abstractmethod
     def temporary(self) -> Path:
@@ -115,11 +117,11 @@ class Store(ABC):
 
     @abstractmethod
     def publish(self, local: Path, name: str) -> None:
-        """Give a finished temporary file its name here; it appears whole."""
+        """Move a finished temporary file here under its name; it appears complete."""
 
     @abstractmethod
     def fetch(self, name: str, local: Path) -> None:
-        """One try to copy a file here to a local path."""
+        """Copy a file of this store to a local path, without retries."""
 
     @abstractmethod
     def remove(self, name: str) -> None: ...
@@ -258,50 +260,50 @@ class RemoteStore(Store):
         return with_retries(action, redact(self.at(name)))
 
     def size(self, name: str) -> int | None:
-        def ask() -> int | None:
+        def request() -> int | None:
             try:
                 return int(self.fs.info(self.at(name), **self._fresh)["size"])
             except FileNotFoundError:
                 return None
 
-        return self._with_retries(ask, name)
+        return self._with_retries(request, name)
 
     @property
     def _fresh(self) -> dict[str, bool]:
         return {"refresh": True} if self.scheme in ("s3", "s3a") else {}
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        def ask() -> list[dict[str, Any]]:
+        def request() -> list[dict[str, Any]]:
             try:
                 self.fs.invalidate_cache()
-                # Of the web there are no listings, or pages of links without sizes.
+                # A web server has no listings, or pages of links without sizes.
                 return [] if self.scheme.startswith("http") else self.fs.ls(self.at(folder), detail=True)
             except FileNotFoundError:
                 return []
 
-        found = self._with_retries(ask, folder)
-        return {item["name"].rsplit("/", 1)[-1]: item["size"] for item in found if item["type"] == "file"}
+        entries = self._with_retries(request, folder)
+        return {item["name"].rsplit("/", 1)[-1]: item["size"] for item in entries if item["type"] == "file"}
 
     def _bytes(self, name: str) -> bytes | None:
-        def ask() -> bytes | None:
+        def request() -> bytes | None:
             try:
                 data: bytes = self.fs.cat_file(self.at(name))
                 return data
             except FileNotFoundError:
                 return None
 
-        return self._with_retries(ask, name)
+        return self._with_retries(request, name)
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
-        def ask() -> bytes:
+        def request() -> bytes:
             data: bytes = self.fs.cat_file(self.at(name), start=start, end=end)
-            if len(data) > end - start:  # a web server that knows no ranges sends everything
+            if len(data) > end - start:  # a web server without ranges sends everything
                 data = data[start:end]
             if len(data) != end - start:
-                raise OSError(f"{len(data)} of {end - start} bytes arrived")
+                raise OSError(f"{len(data)} of {end - start} bytes received")
             return data
 
-        return self._with_retries(ask, name)
+        return self._with_retries(request, name)
 
     def write(self, name: str, data: bytes, lasting: bool = True) -> None:
         if self.scheme in _ATOMIC:
@@ -328,9 +330,9 @@ class RemoteStore(Store):
                 temporary = self.at(f".build/{uuid.uuid4().hex}.tmp")
                 self.fs.put_file(str(local), temporary)
                 self.fs.mv(temporary, self.at(name))
-            arrived = self.size(name)
-            if arrived != sent:
-                raise OSError(f"{arrived} of {sent} bytes arrived")
+            received = self.size(name)
+            if received != sent:
+                raise OSError(f"{received} of {sent} bytes received")
 
         self._with_retries(attempt, name)
         local.unlink()
@@ -355,14 +357,14 @@ class RemoteStore(Store):
     def folders(self) -> list[str]:
         """Everything at this level: object stores know no folders of their own."""
 
-        def ask() -> list[str]:
+        def request() -> list[str]:
             self.fs.invalidate_cache()
             try:
                 return [path.rstrip("/").rsplit("/", 1)[-1] for path in self.fs.ls(self.at(""), detail=False)]
             except FileNotFoundError:
                 return []
 
-        return self._with_retries(ask, "")
+        return self._with_retries(request, "")
 
     @contextlib.contextmanager
     def write_folder(self, name: str) -> Iterator[CreateFile]:

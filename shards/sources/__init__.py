@@ -1,4 +1,4 @@
-"""Where pictures come from: a source lists what there is, its reader fetches one picture at a time."""
+"""Where pictures come from: a source lists its pictures and labels, its reader reads one picture at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shards.config import BuildConfig
 
 
 class Reader(Protocol):
-    """Fetches encoded pictures; small enough to be sent to a writer process."""
+    """Reads encoded pictures. It is sent to writer processes, so it must be small."""
 
     def read(self, split: str, row: int, key: str) -> bytes: ...
 
@@ -28,9 +28,9 @@ class Rejected(Exception):
 
 @dataclass(frozen=True)
 class SourceTable:
-    """One split as the source has it, by row."""
+    """One split in the source, by row."""
 
-    keys: pa.Array  # what names the picture in the source, for people and for the reader
+    keys: pa.Array  # name of the picture in the source, for people and for the reader
     given: NDArray[np.int32]
     true: NDArray[np.int32]  # -1: unknown
 
@@ -38,7 +38,7 @@ class SourceTable:
         return len(self.given)
 
     def names(self) -> Iterator[str]:
-        """The keys as text, some at a time: millions of Python strings are heavy."""
+        """The keys as text, some at a time: millions of Python strings take much memory."""
         for start in range(0, len(self), 1 << 16):
             names: list[Any] = self.keys.slice(start, 1 << 16).to_pylist()
             yield from names
@@ -49,13 +49,13 @@ class SourceTable:
 
 @dataclass(frozen=True)
 class Collection:
-    """Everything a source has to offer, before bias."""
+    """All pictures of a source, before bias."""
 
     name: str
     classes: list[str]
     splits: dict[str, SourceTable]
     reader: Reader
-    # (split, key, reason) of what was seen but cannot be used
+    # (split, key, reason) of pictures that cannot be used
     rejected: list[tuple[str, str, str]] = field(default_factory=list)
 
 
@@ -70,24 +70,24 @@ _MODULES = {
 
 
 def collect(config: BuildConfig, log: Log) -> Collection:
-    """What the configured source holds, checked for the mistakes all sources share."""
-    found: Collection = import_module(f"shards.sources.{_MODULES[config.source]}").collect(config, log)
-    classes = len(found.classes)
+    """The pictures of the configured source, after the checks common to all sources."""
+    collection: Collection = import_module(f"shards.sources.{_MODULES[config.source]}").collect(config, log)
+    classes = len(collection.classes)
     if classes < 2:
         raise UserError(
             f"{config.path or config.source} holds {classes} class{'' if classes == 1 else 'es'}; "
             "a classifier needs at least two. Check path and the labels."
         )
-    empty = np.flatnonzero(np.bincount(found.splits["train"].given, minlength=classes) == 0)
+    empty = np.flatnonzero(np.bincount(collection.splits["train"].given, minlength=classes) == 0)
     if len(empty):
-        names = ", ".join(f"'{found.classes[k]}'" for k in empty[:5]) + (", ..." if len(empty) > 5 else "")
+        names = ", ".join(f"'{collection.classes[k]}'" for k in empty[:5]) + (", ..." if len(empty) > 5 else "")
         raise UserError(
             f"{len(empty)} of {classes} classes have no training picture: {names}. Add pictures, or take the class out."
         )
-    for split, rows in found.splits.items():
+    for split, rows in collection.splits.items():
         if not len(rows):
             raise UserError(
                 f"No picture of {config.path or config.source} is for the split '{split}'. Add some; to hold out a "
                 "part, a class with two pictures is needed."
             )
-    return found
+    return collection

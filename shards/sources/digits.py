@@ -46,5 +46,5 @@ def collect(config: BuildConfig, log: Log) -> Collection:
         name: SourceTable(pa.array([str(i) for i in rows]), labels[rows], labels[rows])
         for name, rows in (("train", train), ("test", test))
     }
-    found = Collection("digits", [str(k) for k in range(10)], splits, DigitsReader())
-    return with_labels(found, config)
+    collection = Collection("digits", [str(k) for k in range(10)], splits, DigitsReader())
+    return with_labels(collection, config)

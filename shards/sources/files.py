@@ -1,4 +1,4 @@
-"""Picture files below one folder: found, and read without ever leaving it."""
+"""Picture files below one folder: listing and reading them without leaving the folder."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from shards.base.errors import UserError
 from shards.config import SUFFIXES
 from shards.sources import Rejected, SourceTable
 
-LEAVES = "link leaves the folder"
-_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: a pipe must not hold us up
+LEAVES_FOLDER = "link leaves the folder"
+_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: opening a pipe must not block
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -34,7 +34,7 @@ def read_below(root: str, key: str, limit: int) -> bytes:
     """The bytes of a regular file below `root`; Rejected for anything else, OSError if it is not there."""
     path = f"{root}/{key}"
     if not _inside(root, path.rpartition("/")[0]):
-        raise Rejected(LEAVES)
+        raise Rejected(LEAVES_FOLDER)
     try:
         handle = os.open(path, _FLAGS)
     except OSError as error:
@@ -42,7 +42,7 @@ def read_below(root: str, key: str, limit: int) -> bytes:
             raise
         real = os.path.realpath(path)  # the file itself is a link
         if not _inside(root, os.path.dirname(real)):
-            raise Rejected(LEAVES) from None
+            raise Rejected(LEAVES_FOLDER) from None
         handle = os.open(real, _FLAGS)
     try:
         about = os.fstat(handle)
@@ -70,30 +70,30 @@ class FileReader:
 
 
 @dataclass
-class FileEntry:
-    """What a walk came across."""
+class FoundFiles:
+    """The files below a folder."""
 
     keys: list[str]
     rejected: list[tuple[str, str]]  # (key, reason)
     ignored: int = 0  # files that are no pictures by name
 
 
-def walk(root: Path, below: str = "") -> FileEntry:
+def walk(root: Path, below: str = "") -> FoundFiles:
     """All pictures below a folder, sorted, as paths relative to `root` with forward slashes."""
-    found = FileEntry([], [])
+    files = FoundFiles([], [])
     real = os.path.realpath(root)
-    _walk(real, below, found, {os.path.realpath(os.path.join(real, below))})
-    found.keys.sort()
-    return found
+    _walk(real, below, files, {os.path.realpath(os.path.join(real, below))})
+    files.keys.sort()
+    return files
 
 
 def entries_of(folder: str) -> list[os.DirEntry[str]]:
-    """What a folder holds, except what is hidden."""
+    """The entries of a folder, except hidden ones."""
     try:
         with os.scandir(folder) as entries:
             return [entry for entry in entries if not entry.name.startswith(".")]
     except PermissionError:
-        raise UserError(f"The folder {shown(folder)} may not be read. Change its rights.") from None
+        raise UserError(f"The folder {printable(folder)} may not be read. Change its rights.") from None
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
@@ -103,22 +103,22 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _walk(root: str, below: str, found: FileEntry, seen: set[str]) -> None:
+def _walk(root: str, below: str, files: FoundFiles, seen: set[str]) -> None:
     for entry in entries_of(os.path.join(root, below)):
         key = f"{below}/{entry.name}" if below else entry.name
         if not is_text(entry.name):
-            found.rejected.append((shown(key), "name is not UTF-8"))
+            files.rejected.append((printable(key), "name is not UTF-8"))
         elif is_folder(entry):
             real = os.path.realpath(entry.path)
             if not _inside(root, real):
-                found.rejected.append((key, LEAVES))
-            elif real not in seen:  # links may form a ring
+                files.rejected.append((key, LEAVES_FOLDER))
+            elif real not in seen:  # links may form a cycle
                 seen.add(real)
-                _walk(root, key, found, seen)
+                _walk(root, key, files, seen)
         elif entry.name.lower().endswith(SUFFIXES):
-            found.keys.append(key)
+            files.keys.append(key)
         else:
-            found.ignored += 1
+            files.ignored += 1
 
 
 def is_text(name: str) -> bool:
@@ -132,13 +132,13 @@ def is_text(name: str) -> bool:
     return True
 
 
-def shown(name: str) -> str:
+def printable(name: str) -> str:
     """Any file name in a form that can be printed and stored."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def refuse_shared(train: SourceTable, test: SourceTable, roots: dict[str, str]) -> None:
-    """A picture to learn from must not be one to be judged by."""
+    """UserError if a picture is in the training and in the test split."""
     if os.path.realpath(roots["train"]) != os.path.realpath(roots["test"]):
         return
     shared = test.keys.filter(pa.compute.is_in(test.keys, value_set=train.keys))
@@ -156,13 +156,13 @@ def drop_missing(rows: SourceTable, root: str, split: str) -> tuple[SourceTable,
 
 
 def first_true(flags: pa.Array | pa.ChunkedArray) -> int | None:
-    """Where the first true stands; None: nowhere."""
-    place = pa.compute.index(flags, True).as_py()
-    return place if place >= 0 else None
+    """Index of the first true value, or None."""
+    index: int = pa.compute.index(flags, True).as_py()
+    return index if index >= 0 else None
 
 
 def present(root: str, keys: Iterable[str]) -> NDArray[np.bool_]:
-    """Which keys exist, by listing each folder once: cheaper than asking for every file of a network disk."""
+    """Which keys exist. Lists each folder once: on a network disk that is faster than looking up every file."""
 
     @functools.lru_cache(maxsize=256)
     def names(folder: str) -> frozenset[str]:
@@ -171,9 +171,9 @@ def present(root: str, keys: Iterable[str]) -> NDArray[np.bool_]:
         except OSError:
             return frozenset()
 
-    def look() -> Iterator[bool]:
+    def exist() -> Iterator[bool]:
         for key in keys:
             folder, _, name = key.rpartition("/")
             yield name in names(folder)
 
-    return np.fromiter(look(), bool)
+    return np.fromiter(exist(), bool)

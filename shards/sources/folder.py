@@ -14,7 +14,7 @@ from shards.base.errors import UserError
 from shards.base.progress import Log
 from shards.config import BuildConfig
 from shards.sources import Collection, SourceTable
-from shards.sources.files import FileReader, entries_of, is_folder, is_text, refuse_shared, shown, walk
+from shards.sources.files import FileReader, entries_of, is_folder, is_text, printable, refuse_shared, walk
 
 _SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test"}
 
@@ -26,7 +26,7 @@ def class_folders(root: Path) -> list[str]:
     names = sorted(entry.name for entry in entries_of(str(root)) if is_folder(entry))
     for name in names:
         if not is_text(name):
-            raise UserError(f"The class folder '{shown(name)}' in {root} has a name that is not UTF-8. Rename it.")
+            raise UserError(f"The class folder '{printable(name)}' in {root} has a name that is not UTF-8. Rename it.")
     return names
 
 
@@ -37,13 +37,13 @@ def scan(root: Path, classes: list[str], split: str, log: Log) -> tuple[SourceTa
     rejected: list[tuple[str, str, str]] = []
     ignored = 0
     for number, name in enumerate(classes):
-        found = walk(root, name) if (root / name).is_dir() else None
-        if found is None:
+        files = walk(root, name) if (root / name).is_dir() else None
+        if files is None:
             continue
-        keys.append(pa.array(found.keys, pa.string()))
-        labels.append(np.full(len(found.keys), number, np.int32))
-        rejected += [(split, key, reason) for key, reason in found.rejected]
-        ignored += found.ignored
+        keys.append(pa.array(files.keys, pa.string()))
+        labels.append(np.full(len(files.keys), number, np.int32))
+        rejected += [(split, key, reason) for key, reason in files.rejected]
+        ignored += files.ignored
     if ignored:
         log(f"{root}: {ignored} files are not JPEG, PNG or WebP by name and were left out.")
     given = np.concatenate([*labels, np.zeros(0, np.int32)])
@@ -64,7 +64,7 @@ def collect(config: BuildConfig, log: Log) -> Collection:
     own = os.path.realpath(os.path.expanduser(config.output)) if config.output else ""
     classes = [
         name for name in class_folders(root) if os.path.realpath(root / name) != own
-    ]  # shards among the pictures
+    ]  # the output of this build may be among the pictures
     if len(classes) > 1 and set(classes) <= _SPLIT_NAMES:
         first = next((name for name in classes if name.startswith("train")), classes[0])
         other = next(name for name in classes if name != first)

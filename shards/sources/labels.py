@@ -1,4 +1,4 @@
-"""Tables of labels: CSV or Parquet, read as text, with errors that name the row."""
+"""Tables of labels, CSV or Parquet. Everything is read as text; errors name the row."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read_table(path: str, columns: list[str], optional: tuple[str, ...] = ()) ->
         if parquet:
             table = pa.parquet.read_table(file, columns=in_file)
         else:
-            # Everything is text at first: class '007' must not become 7, nor 'NA' nothing.
+            # Read as text: class '007' must not become 7, and 'NA' must not become empty.
             types = pa.csv.ConvertOptions(
                 include_columns=in_file, column_types=dict.fromkeys(in_file, pa.string()), strings_can_be_null=False
             )
@@ -97,19 +97,19 @@ def to_numbers(column: pa.Array, classes: list[str], where: str) -> NDArray[np.i
     return np.array([*numbers, -1], np.int32)[indices]
 
 
-def with_labels(found: Collection, config: BuildConfig) -> Collection:
+def with_labels(collection: Collection, config: BuildConfig) -> Collection:
     """The collection with the given training labels replaced by a published list (CIFAR-N style)."""
     if not config.labels:
-        return found
+        return collection
     column = read_table(config.labels, [config.label_column])[config.label_column].combine_chunks()
-    train = found.splits["train"]
+    train = collection.splits["train"]
     if len(column) != len(train):
         raise UserError(
-            f"{config.labels} has {len(column)} labels, {found.name} has {len(train)} training pictures. "
+            f"{config.labels} has {len(column)} labels, {collection.name} has {len(train)} training pictures. "
             "One row for each, in the original order, is needed."
         )
-    given = to_numbers(column, found.classes, config.labels)
+    given = to_numbers(column, collection.classes, config.labels)
     if (given < 0).any():
         row = int(np.flatnonzero(given < 0)[0]) + 1
         raise UserError(f"{config.labels}, row {row}: the label is empty. Fill it.")
-    return replace(found, splits=found.splits | {"train": replace(train, given=given)})
+    return replace(collection, splits=collection.splits | {"train": replace(train, given=given)})

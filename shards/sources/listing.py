@@ -1,4 +1,4 @@
-"""A label list (CSV or Parquet): path, label, perhaps the true label, perhaps the split."""
+"""A label list (CSV or Parquet): path, given label, perhaps the true label, perhaps the split."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def collect(config: BuildConfig, log: Log) -> Collection:
                 f"{config.path} has the column '{config.split_column}', and validation_path names a second list. "
                 "Leave out one of the two."
             )
-        splits = {"train": rows, "test": _trusted(_rows(extra, classes, config.validation_path, config))}
+        splits = {"train": rows, "test": _with_true_labels(_rows(extra, classes, config.validation_path, config))}
     elif config.split_column in table.column_names:
         test = _is_test(table[config.split_column], config)
-        splits = {"train": rows.take(~test), "test": _trusted(rows.take(test))}
+        splits = {"train": rows.take(~test), "test": _with_true_labels(rows.take(test))}
         if not test.any():
             raise UserError(f"{config.path}: column '{config.split_column}' names no test picture. Add some.")
     else:
         splits = split_off(rows, len(classes), config)
-        splits["test"] = _trusted(splits["test"])
+        splits["test"] = _with_true_labels(splits["test"])
     refuse_shared(splits["train"], splits["test"], roots)
     rejected: list[tuple[str, str, str]] = []
     for name, part in splits.items():
@@ -79,14 +79,14 @@ def _root(path: str, config: BuildConfig) -> str:
 
 def _classes(tables: list[pa.Table], config: BuildConfig) -> list[str]:
     """Every label in use; numbers in numerical order, names in alphabetical order."""
-    found: set[str] = set()
+    labels: set[str] = set()
     for table in tables:
         for column in (config.label_column, config.true_column):
             if column in table.column_names:
-                found |= {value for value in table[column].unique().to_pylist() if value}
-    if all(re.fullmatch(r"\d+", value) for value in found):
-        return sorted(found, key=int)
-    return sorted(found)
+                labels |= {value for value in table[column].unique().to_pylist() if value}
+    if all(re.fullmatch(r"\d+", value) for value in labels):
+        return sorted(labels, key=int)
+    return sorted(labels)
 
 
 def _rows(table: pa.Table, classes: list[str], where: str, config: BuildConfig) -> SourceTable:
@@ -135,6 +135,6 @@ def _is_test(column: pa.ChunkedArray, config: BuildConfig) -> NDArray[np.bool_]:
     return is_test
 
 
-def _trusted(rows: SourceTable) -> SourceTable:
-    """A test split is judged by true labels where they are known."""
+def _with_true_labels(rows: SourceTable) -> SourceTable:
+    """In a test split true labels replace given ones where they are known."""
     return SourceTable(rows.keys, np.where(rows.true >= 0, rows.true, rows.given).astype(np.int32), rows.true)

@@ -36,8 +36,8 @@ def collect(config: BuildConfig, log: Log) -> Collection:
     roots = {"train": str(root), "test": str(root)}
     missing: list[tuple[str, str, str]] = []
     for name in splits:
-        splits[name], gone = drop_missing(splits[name], roots[name], name)
-        missing += gone
+        splits[name], missing_here = drop_missing(splits[name], roots[name], name)
+        missing += missing_here
     rejected = list(missing)
     if config.imagenet:
         splits["imagenet"], unusable = _imagenet(Path(config.imagenet), classes)
@@ -48,9 +48,9 @@ def collect(config: BuildConfig, log: Log) -> Collection:
     expected = VALIDATION_OF_A_CLASS * len(classes)
     for name, title in (("test", "WebVision"), ("imagenet", "ILSVRC-2012")):
         if name in splits:
-            found = len(splits[name])
-            short = "" if found == expected else f"; {expected} were published, figures will not be comparable"
-            log(f"{title} validation: {found} pictures{short}.")
+            count = len(splits[name])
+            short = "" if count == expected else f"; {expected} were published, figures will not be comparable"
+            log(f"{title} validation: {count} pictures{short}.")
     if missing:
         log(f"{len(missing)} listed files are missing, the first: {missing[0][1]}")
     return Collection("webvision", classes, splits, FileReader(roots, int(config.max_picture_mb * 1e6)), rejected)
@@ -68,9 +68,9 @@ def _classes(root: Path, config: BuildConfig) -> list[str]:
     file = _text(root, "synsets.txt")
     lines = [line.split(maxsplit=1) for line in file.read_text("utf-8", "replace").splitlines() if line.strip()]
     if not lines or lines[0][0] != FIRST:
-        found = lines[0][0] if lines else "nothing"
+        first = lines[0][0] if lines else "nothing"
         raise UserError(
-            f"{file}: class 0 must be {FIRST} (tench), but it is {found}. Take synsets.txt of WebVision 1.0."
+            f"{file}: class 0 must be {FIRST} (tench), but it is {first}. Take synsets.txt of WebVision 1.0."
         )
     if config.classes > len(lines):
         raise UserError(f"classes={config.classes}, but {file} lists {len(lines)}. Lower classes.")
@@ -128,9 +128,9 @@ def _imagenet(root: Path, classes: list[str]) -> tuple[SourceTable, list[tuple[s
                 f"{root} has no folder {folder}. imagenet must name the ILSVRC-2012 validation pictures "
                 "sorted into one folder for each WordNet id."
             )
-        found = walk(root, folder)
-        keys += found.keys
-        labels += [number] * len(found.keys)
-        rejected += [("imagenet", key, reason) for key, reason in found.rejected]
+        files = walk(root, folder)
+        keys += files.keys
+        labels += [number] * len(files.keys)
+        rejected += [("imagenet", key, reason) for key, reason in files.rejected]
     given = np.array(labels, np.int32)
     return SourceTable(pa.array(keys, pa.string()), given, np.full(len(given), -1, np.int32)), rejected

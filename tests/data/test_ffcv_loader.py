@@ -112,7 +112,7 @@ def test_a_file_of_version_0_1_with_other_field_names_is_read(photographs, loade
     from ffcv.reader import Reader
 
     path = str(tmp_path / "old.beton")
-    assert beton.run_apart(_write_old_beton, photographs.url, photographs.manifest, path)
+    assert beton.run_in_child(_write_old_beton, photographs.url, photographs.manifest, path)
     assert "true_label" in Reader(path).handlers
     monkeypatch.setitem(photographs.__dict__, "beton", path)
     old = open_loader(photographs, config(), 1, World(1, 2), 2)

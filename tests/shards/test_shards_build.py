@@ -268,7 +268,7 @@ class TestDamage:
         split.read(0)
         split.read(300)  # training goes on while the hash is taken
         end = time.monotonic() + 20
-        while split._trouble is None and time.monotonic() < end:
+        while split._failure is None and time.monotonic() < end:
             time.sleep(0.01)
         with pytest.raises(UserError, match=r"train-000001\.tar was altered"):
             split.read(0)

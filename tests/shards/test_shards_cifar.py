@@ -136,7 +136,7 @@ class TestCifar:
         monkeypatch.setattr(cifar.subprocess, "run", fails)
         with pytest.raises(UserError, match="could not be fetched"):
             build(source="cifar10", path=str(tmp_path / "raw"))
-        assert any("not the published archive" in line for line in build.said)
+        assert any("not the original archive" in line for line in build.said)
         assert any("That did not work either" in line for line in build.said)
 
     def test_an_altered_package_is_refused(self, tmp_path: Path, build: Build) -> None:

@@ -102,12 +102,12 @@ def test_ranks_write_their_share_and_one_manifest(options, tmp_path: Path, build
 def test_a_rank_that_waits_in_vain_says_so(
     options, build: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(builder, "PATIENCE", 0.3)
+    monkeypatch.setattr(builder, "WAIT_SECONDS", 0.3)
     from shards.build import ensure
     from shards.config import BuildConfig
 
     config = BuildConfig.model_validate({**options, "output": str(tmp_path / "out")})
-    with pytest.raises(UserError, match="in vain for the other ranks to write their shards"):
+    with pytest.raises(UserError, match="Waited 0 s for the other ranks to write their shards"):
         ensure(config, print, rank=0, world=2)
 
 

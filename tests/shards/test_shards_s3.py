@@ -209,7 +209,7 @@ def test_a_shard_that_is_not_the_one_of_the_manifest_is_never_used(there: str, c
     split = open_split(there, "train", cache.model_copy(update={"deadline": 1}))
     assert len(split.read(0)) > 0
     with pytest.raises(
-        UserError, match=rf"Shard s3://.*/{name} could not be had.*its sha256 is not that of the manifest"
+        UserError, match=rf"Shard s3://.*/{name} could not be reached or read.*its sha256 is not that of the manifest"
     ):
         split.read(8)
 

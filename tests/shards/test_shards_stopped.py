@@ -168,7 +168,7 @@ def test_stopped_while_a_writer_is_starting(times: str, tmp_path: Path) -> None:
 APART = """
 import multiprocessing, os, time
 from pathlib import Path
-from shards.beton import run_apart
+from shards.beton import run_in_child
 from shards.base.cli import run
 
 def work(place):
@@ -180,7 +180,7 @@ def work(place):
     time.sleep(1000)
 
 def main(argv):
-    run_apart(work, argv[0])
+    run_in_child(work, argv[0])
 
 if __name__ == "__main__":
     run(main)
@@ -208,12 +208,12 @@ def test_ctrl_c_waits_for_a_good_moment_and_goes_to_the_handler_of_before() -> N
     heard: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
     try:
-        with writing._defer_sigint() as heed:
-            heed()
+        with writing._defer_sigint() as deliver:
+            deliver()
             signal.raise_signal(signal.SIGINT)
             assert heard == []
-            heed()
-            heed()
+            deliver()
+            deliver()
             assert heard == [signal.SIGINT]
         with writing._defer_sigint():
             signal.raise_signal(signal.SIGINT)

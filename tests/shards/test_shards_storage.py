@@ -93,26 +93,26 @@ def test_nothing_is_built_twice_at_a_url(remote: str, folder: Path, monkeypatch:
 
 
 def test_remote_shards_are_verified_too(remote: str, cache: CacheConfig) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     options = verify.VerifyConfig(url=remote, decode=True, cache=cache)
-    assert verify.verify(options, told.append) == 0
+    assert verify.verify(options, reported.append) == 0
     fs = fsspec.filesystem("memory")
     name = f"{remote}/train-000001.tar"
     data = bytearray(fs.cat_file(name))
     data[5000] ^= 1
     fs.pipe_file(name, bytes(data))
-    assert verify.verify(options, told.append) >= 1
-    assert told[0] == "train-000001.tar: sha256 is not that of the manifest"
-    told.clear()
+    assert verify.verify(options, reported.append) >= 1
+    assert reported[0] == "train-000001.tar: sha256 is not that of the manifest"
+    reported.clear()
     fs.pipe_file(name, bytes(data[:-3000]))  # what is gone is named too
-    assert verify.verify(options, told.append) >= 3
-    assert told[0] == f"train-000001.tar: has {len(data) - 3000} bytes instead of {len(data)}"
-    assert any(text.startswith("train-000001.tar: sample 15 ") for text in told)
+    assert verify.verify(options, reported.append) >= 3
+    assert reported[0] == f"train-000001.tar: has {len(data) - 3000} bytes instead of {len(data)}"
+    assert any(text.startswith("train-000001.tar: sample 15 ") for text in reported)
     assert not list(Path(cache.folder).iterdir())  # copies go as soon as they were looked at
 
 
 class Flaky:
-    """A file system whose downloads misbehave as told, once each."""
+    """A file system whose downloads fail as told, once each."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *faults: object) -> None:
         self.faults = list(faults)
@@ -169,7 +169,9 @@ def test_a_network_that_stays_bad_ends_at_the_deadline_with_the_shard_named(
         tries.append(now[0])
         raise fault
 
-    with pytest.raises(UserError, match=r"Shard x could not be had within 60 s: (connection reset|TimeoutError)\."):
+    with pytest.raises(
+        UserError, match=r"Shard x could not be reached or read within 60 s: (connection reset|TimeoutError)\."
+    ):
         with_retries(never, "Shard x", 60)
     assert 160 - 15 * 1.5 <= now[0] <= 160
     pauses = np.diff(tries)
@@ -311,8 +313,8 @@ def test_shards_on_the_web_are_read_verified_and_looked_at(
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_address[1]}"
         assert _digest(open_split(url, cache=cache)) == _digest(open_split(local))
-        told: list[str] = []
-        assert verify.verify(verify.VerifyConfig(url=url, cache=cache), told.append) == 0, told
+        reported: list[str] = []
+        assert verify.verify(verify.VerifyConfig(url=url, cache=cache), reported.append) == 0, told
         assert open_split(url, cache=cache).read_one(9) == bytes(open_split(local).read(9))
         with pytest.raises(UserError, match="no finished shards at http://"):
             open_split(f"{url}/nowhere")
