@@ -15,7 +15,6 @@ from pipeline import config as configuration
 from shards.base import cli, settings
 from shards.base.errors import UserError
 
-
 HERE = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}  # tests run in an empty folder
 
 
