@@ -21,12 +21,12 @@ from record import write
 from torch.nn.functional import normalize
 
 from pipeline.distributed.world import World
-from pipeline.methods.options import Prototypical
+from pipeline.methods.options import PrototypicalOptions
 from pipeline.methods.parts.cleaning import nearest_other, refine_all
 from pipeline.methods.parts.prototypes import class_prototypes
 
 K, D = 50, 50
-OPTIONS = Prototypical(relabel_weight="half")
+OPTIONS = PrototypicalOptions(relabel_weight="half")
 
 
 def embeddings(n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,14 +70,14 @@ def seconds(n: int, repeats: int = 15) -> list[float]:
 def share_of_epoch() -> dict[str, float]:
     """Prototypes, cleaning (neighbour rule included) and their metrics, without the survey's forward pass, on digits."""
     from pipeline import config as configuration
-    from pipeline import train
+    from pipeline.training.build import build
 
     with tempfile.TemporaryDirectory() as folder:
         words = ["train.epochs=8", "method.cleaning_start=0.25", "tracking.uri=", "tracking.system_metrics=false"]
         config = configuration.load([*words, f"output={folder}/run", f"shards.output={folder}/shards"])
-        trainer, _ = train.build(config, World())
+        trainer = build(config, World())
         spent = {"cleaning": 0.0, "epoch": 0.0}
-        survey, believe, end, epoch = trainer._survey, trainer._believe, trainer.method.end_epoch, trainer._epoch
+        survey, believe, end, epoch = trainer._survey, trainer._start_epoch, trainer.method.end_epoch, trainer._epoch
         in_survey = [0.0]
 
         def timed(function: Any, total: str) -> Any:
@@ -98,9 +98,15 @@ def share_of_epoch() -> dict[str, float]:
             return out
 
         trainer._survey = surveyed
-        trainer._believe = timed(believe, "cleaning")
+        trainer._start_epoch = timed(believe, "cleaning")
         trainer.method.end_epoch = timed(end, "cleaning")
-        trainer._epoch = timed(epoch, "epoch")
+
+        def timed_epoch(stage: Any) -> Any:
+            start = time.perf_counter()
+            yield from epoch(stage)
+            spent["epoch"] += (time.perf_counter() - start) * trainer.method.cleaning_now
+
+        trainer._epoch = timed_epoch
         trainer.run()
         trainer.checkpoints.close()
     return {**spent, "share": spent["cleaning"] / spent["epoch"]}

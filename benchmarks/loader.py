@@ -117,7 +117,7 @@ def webdataset(split: Split) -> Arm:
         .shuffle(1000)
         .decode("pil")
         .to_tuple("jpg", "json")
-        .map_tuple(change, lambda about: about["label"])
+        .map_tuple(change, lambda about: about["given"])
         .batched(BATCH)
     )
 
@@ -143,8 +143,8 @@ def ffcv(split: Split) -> Arm:
         seed=0,
         pipelines={
             "image": [crop, RandomHorizontalFlip(), ToTensor()],
-            "label": [IntDecoder(), ToTensor()],
-            "true_label": None,
+            "given": [IntDecoder(), ToTensor()],
+            "true": None,
             "index": None,
             "flipped": None,
             "key": None,

@@ -27,7 +27,7 @@ from pipeline import config as configuration
 from pipeline.data.batch import Batch
 from pipeline.distributed.world import World
 from pipeline.models.network import Network
-from pipeline.train import build
+from pipeline.training.build import build
 
 SETTINGS = ("data.size=32", "model.width=16", "data.batch=64", "data.threads=1", "train.log_every=1000", "tracking.uri=",
             "tracking.system_metrics=false", "checkpoint.every_epochs=0", "checkpoint.background=false")  # fmt: skip
@@ -94,7 +94,7 @@ class Watch:
 def measure(method: str, words: tuple[str, ...], epochs: int, folder: str) -> Watch:
     given = [f"output={folder}/{method}", f"shards.output={folder}/shards", f"train.epochs={epochs}"]
     config = configuration.load(["--config=configs/digits.yaml", f"method.name={method}", *SETTINGS, *words, *given])
-    trainer, _ = build(config, World())
+    trainer = build(config, World())
     watch = Watch(trainer.method.network)
     Watch.last_step = len(trainer.train_split) // config.data.batch - 1
     trainer.on_batch = watch

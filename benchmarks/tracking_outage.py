@@ -31,7 +31,8 @@ from record import write
 from pipeline.config import ModelConfig, TrackingConfig
 from pipeline.models.network import Network
 from pipeline.tracking import tracker as tracking
-from pipeline.tracking.tracker import Tracker
+from pipeline.tracking.__main__ import replay
+from pipeline.tracking.tracker import start_tracker
 
 PAIRS = int(sys.argv[1]) if len(sys.argv) > 1 else 30
 STEPS, WARM = 80, 20
@@ -107,7 +108,7 @@ class Halves:
 
 
 def train(step: Callable[[], float], server: Server, folder: Path, kill: bool) -> Halves:
-    tracker = Tracker(
+    tracker = start_tracker(
         TrackingConfig(uri=server.uri, experiment="outage", system_metrics=False), folder, folder.name, {}, {}
     )
     until = time.monotonic() + 30
@@ -134,7 +135,7 @@ def train(step: Callable[[], float], server: Server, folder: Path, kill: bool) -
     assert arrived != kill
     if kill:
         server.start()
-        tracking.replay(folder, server.uri)
+        replay(folder, server.uri)
     return Halves(walls[1] / walls[0], cpus[1] / cpus[0], 1000 * walls[0])
 
 

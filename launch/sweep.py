@@ -30,7 +30,7 @@ from pydantic import BeforeValidator, Field, PositiveInt
 from pipeline import config as configuration
 from pipeline.config import Config, TrackingConfig
 from pipeline.tracking import journal
-from pipeline.tracking.tracker import JOURNAL, NullTracker, Status, Tracker
+from pipeline.tracking.tracker import JOURNAL, NullTracker, Status, start_tracker
 from shards.base import cli
 from shards.base.errors import UserError
 from shards.base.redact import redact
@@ -107,7 +107,7 @@ def _parent(config: Config, out: Path, keys: list[str]) -> NullTracker:
     quiet = TrackingConfig(**{**config.tracking.model_dump(), "system_metrics": False, "run_name": f"sweep {out.name}"})
     first = next((record for _, record in journal.read(out / JOURNAL)), None)
     state = {"job": first["job"], "offset": (out / JOURNAL).stat().st_size} if first else None
-    tracker = Tracker(quiet, out, f"sweep {out.name}", {"varied": ", ".join(keys)}, {"sweep": out.name}, state)
+    tracker = start_tracker(quiet, out, f"sweep {out.name}", {"varied": ", ".join(keys)}, {"sweep": out.name}, state)
     until = time.monotonic() + RUN_ID_SECONDS
     while tracker.run_id is None and time.monotonic() < until:
         time.sleep(0.1)

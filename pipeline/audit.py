@@ -75,12 +75,12 @@ def report(findings: Findings, classes: list[str]) -> None:
 
 def log_to_mlflow(opened: OpenedRun, uri: str, out: Path) -> None:
     """Store tables and page among the artifacts of the run."""
-    from pipeline.tracking.mlflow_sync import asking
+    from pipeline.tracking.mlflow_sync import mlflow_client
     from pipeline.tracking.tracker import tracking_uri
 
     own = opened.model.config.tracking.uri
     uri = uri or (own if own and "***" not in own else tracking_uri())
-    with asking(uri) as client:
+    with mlflow_client(uri) as client:
         for name in ("audit.html", "audit.csv", "audit.parquet"):
             client.log_artifact(opened.run_id, str(out / name), "audit")
     print(f"stored with MLflow run {opened.run_id}")

@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from pipeline.methods.options import MethodOptions, Prototypical
+from pipeline.methods.options import MethodOptions, PrototypicalOptions
 from shards.base import cli, settings
 from shards.base.errors import UserError
-from shards.base.settings import Settings, Tree
+from shards.base.settings import Input, NoEffect, Settings, Tree
 from shards.config import BuildConfig, CacheConfig
 
 PROG = "python -m pipeline.train"
@@ -40,13 +40,13 @@ class DataConfig(Settings):
     augmix_severity: PositiveFloat = Field(1.0, description="largest AugMix level")
     strong_mean: tuple[float, float, float] | None = Field(None, description="another mean for the strong view (the released code uses CIFAR-10's on CIFAR-100)")
     strong_std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = Field(None, description="another deviation for the strong view")
-    loader: Literal["tar", "ffcv"] = Field("tar", description="which shards to read: webdataset tars or the FFCV file")
-    threads: PositiveInt = Field(2, description="decoding threads per rank")
-    prefetch: PositiveInt = Field(4, description="batches prepared ahead")
+    loader: NoEffect[Literal["tar", "ffcv"]] = Field("tar", description="which shards to read: webdataset tars or the FFCV file")
+    threads: NoEffect[PositiveInt] = Field(2, description="decoding threads per rank")
+    prefetch: NoEffect[PositiveInt] = Field(4, description="batches prepared ahead")
     mix_group: PositiveInt = Field(8, description="mixup partners are drawn inside groups of this many neighbours of the shuffled order; groups never cross ranks")
     shuffle_window: NonNegativeInt = Field(0, description="shuffle inside windows of this many shards, for data larger than the local cache; 0 = whole set")
     cache: CacheConfig = CacheConfig()
-    max_bad: Fraction = Field(0.01, description="share of pictures that may fail to decode in an epoch before the run stops")
+    max_bad: NoEffect[Fraction] = Field(0.01, description="share of pictures that may fail to decode in an epoch before the run stops")
 
 
 class ModelConfig(Settings):
@@ -54,11 +54,11 @@ class ModelConfig(Settings):
     width: PositiveInt = Field(8, description="channels of the first stage of preact_resnet18 (64 in the paper)")
     norm: Literal["batch", "group"] = Field("batch", description="normalisation of preact_resnet18; group needs no batch statistics")
     embedding: PositiveInt = Field(50, description="width of the embedding on the unit sphere")
-    pretrained: str = Field("", description="local .safetensors file with backbone weights")
+    pretrained: Input[str] = Field("", description="local .safetensors file with backbone weights")
     ema: Fraction = Field(0.0, description="decay of an average of the weights used for survey and evaluation; 0 = off")
-    checkpoint_activations: bool = Field(False, description="recompute activations in the backward pass to save memory")
-    channels_last: bool = Field(False, description="memory layout that tensor cores prefer")
-    compile: bool = Field(False, description="torch.compile the backbone")
+    checkpoint_activations: NoEffect[bool] = Field(False, description="recompute activations in the backward pass to save memory")
+    channels_last: NoEffect[bool] = Field(False, description="memory layout that tensor cores prefer")
+    compile: NoEffect[bool] = Field(False, description="torch.compile the backbone")
     sync_batchnorm: bool = Field(True, description="share batch statistics over ranks (CUDA only; CPU ranks keep their own)")
 
 
@@ -79,50 +79,50 @@ class OptimConfig(Settings):
 class TrainConfig(Settings):
     epochs: PositiveInt = Field(50, description="epochs of the main stage")
     precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="fp32, bf16 autocast, or fp16 with a loss scaler")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes CUDA where there is one")
-    log_every: PositiveInt = Field(20, description="steps between log lines")
-    timeout: PositiveFloat = Field(600.0, description="seconds a collective may take before the job ends")
-    max_bad_steps: NonNegativeInt = Field(5, description="steps in a row with a loss that is not finite, skipped before the run stops")
-    deadline_minutes: NonNegativeFloat = Field(0.0, description="stop cleanly, resumable, after this long; 0 = never")
-    stop_file: str = Field("", description="stop cleanly, resumable, when this file appears; empty = OUTPUT/stop")
-    sample_log: bool = Field(False, description="write the index of every sample seen to OUTPUT/samples-rankR.jsonl")
+    device: NoEffect[Literal["auto", "cpu", "cuda"]] = Field("auto", description="auto takes CUDA where there is one")
+    log_every: NoEffect[PositiveInt] = Field(20, description="steps between log lines")
+    timeout: NoEffect[PositiveFloat] = Field(600.0, description="seconds a collective may take before the job ends")
+    max_bad_steps: NoEffect[NonNegativeInt] = Field(5, description="steps in a row with a loss that is not finite, skipped before the run stops")
+    deadline_minutes: NoEffect[NonNegativeFloat] = Field(0.0, description="stop cleanly, resumable, after this long; 0 = never")
+    stop_file: NoEffect[str] = Field("", description="stop cleanly, resumable, when this file appears; empty = OUTPUT/stop")
+    sample_log: NoEffect[bool] = Field(False, description="write the index of every sample seen to OUTPUT/samples-rankR.jsonl")
 
 
 class CheckpointConfig(Settings):
-    url: str = Field("", description="folder or fsspec URL; empty = OUTPUT/checkpoints")
-    every_epochs: NonNegativeInt = Field(1, description="save after this many epochs; 0 = only at the end and when stopped")
-    every_steps: NonNegativeInt = Field(0, description="also save after this many steps; 0 = off")
-    every_minutes: NonNegativeFloat = Field(0.0, description="also save after this many minutes; 0 = off")
-    keep: Annotated[int, Field(ge=2)] = Field(3, description="how many of the newest to keep (the best is kept besides)")
-    background: bool = Field(True, description="write while training goes on")
+    url: NoEffect[str] = Field("", description="folder or fsspec URL; empty = OUTPUT/checkpoints")
+    every_epochs: NoEffect[NonNegativeInt] = Field(1, description="save after this many epochs; 0 = only at the end and when stopped")
+    every_steps: NoEffect[NonNegativeInt] = Field(0, description="also save after this many steps; 0 = off")
+    every_minutes: NoEffect[NonNegativeFloat] = Field(0.0, description="also save after this many minutes; 0 = off")
+    keep: NoEffect[Annotated[int, Field(ge=2)]] = Field(3, description="how many of the newest to keep (the best is kept besides)")
+    background: NoEffect[bool] = Field(True, description="write while training goes on")
 
 
 class TrackingConfig(Settings):
-    uri: str = Field("sqlite:///runs/mlflow.db", description="MLflow tracking URI; empty = journal only")
-    experiment: str = Field("evenhand", description="MLflow experiment")
-    run_name: str = Field("", description="empty = dataset, bias, method and seed")
-    parent: str = Field("", description="run id of the sweep this run belongs to")
-    tags: dict[str, str] = Field({}, description="further tags")
-    log_model: bool = Field(True, description="log the final model as an MLflow model")
-    register_as: str = Field("", description="also register the model under this name")
-    system_metrics: bool = Field(True, description="log CPU, memory and GPU use")
+    uri: NoEffect[str] = Field("sqlite:///runs/mlflow.db", description="MLflow tracking URI; empty = journal only")
+    experiment: NoEffect[str] = Field("evenhand", description="MLflow experiment")
+    run_name: NoEffect[str] = Field("", description="empty = dataset, bias, method and seed")
+    parent: NoEffect[str] = Field("", description="run id of the sweep this run belongs to")
+    tags: NoEffect[dict[str, str]] = Field({}, description="further tags")
+    log_model: NoEffect[bool] = Field(True, description="log the final model as an MLflow model")
+    register_as: NoEffect[str] = Field("", description="also register the model under this name")
+    system_metrics: NoEffect[bool] = Field(True, description="log CPU, memory and GPU use")
 
 
 class DeepSpeedConfig(Settings):
-    stage: Literal[0, 1, 2, 3] = Field(1, description="ZeRO stage")
-    config: str = Field("", description="your own DeepSpeed JSON; its keys win over the block made here")
+    stage: NoEffect[Literal[0, 1, 2, 3]] = Field(1, description="ZeRO stage")
+    config: Input[str] = Field("", description="your own DeepSpeed JSON; its keys win over the block made here")
 
 
 class Config(Settings):
     seed: NonNegativeInt = Field(0, description="of weights, order and augmentation; the bias of the data has shards.bias_seed")
-    output: str = Field("", description="folder of the run; empty = runs/ and a readable name")
+    output: NoEffect[str] = Field("", description="folder of the run; empty = runs/ and a readable name")
     recipe: Literal["own", "common"] = Field("own", description="the method's own settings from the file's recipes, or one budget for all")
-    engine: Literal["ddp", "deepspeed"] = Field("ddp", description="who runs the distributed step")
-    table_cell: str = Field("", description="table of the paper this run belongs to, for the report")
-    shards: BuildConfig = BuildConfig()
+    engine: NoEffect[Literal["ddp", "deepspeed"]] = Field("ddp", description="who runs the distributed step")
+    table_cell: NoEffect[str] = Field("", description="table of the paper this run belongs to, for the report")
+    shards: NoEffect[BuildConfig] = BuildConfig()  # the manifest's hash, not these settings, says which data it is
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
-    method: MethodOptions = Prototypical()
+    method: MethodOptions = PrototypicalOptions()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -145,7 +145,7 @@ def combine(file_tree: Tree, overrides: Tree) -> Tree:
     if not isinstance(recipes, dict):
         raise UserError("recipes: must hold one block per method name.")
     chosen = settings.merge(file_tree, overrides)
-    name = _section(chosen, "method").get("name", Prototypical().name)
+    name = _section(chosen, "method").get("name", PrototypicalOptions().name)
     recipe = _section(recipes, name)
     if chosen.get("recipe", "own") == "common":
         recipe = {"method": _section(recipe, "method")}

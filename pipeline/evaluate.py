@@ -61,7 +61,7 @@ def evaluate_split(opened: OpenedRun, split: Split, world: World) -> Evaluation:
     batches = _until_error(loader.survey(), errors)
     result = None
     try:
-        result = evaluate(model.method, batches, labels, counts, world, StepSync(world), model.autocast)
+        result = evaluate(model.method, split.name, batches, labels, counts, world, StepSync(world), model.autocast)
     except StopIteration:  # no rank could read a picture
         errors = errors or [UserError(f"{split.url} has no picture in its split {split.name}.")]
     raise_everywhere(world, errors[0] if errors else None)
@@ -147,9 +147,8 @@ def _print(name: str, opened: OpenedRun, result: Evaluation) -> None:
     from rich.table import Table
 
     console = Console(width=None if Console().is_terminal else 100)
-    shown = {
-        key.removeprefix("test/"): value for key, value in result.metrics.items() if "top" in key or key.count("/") == 1
-    }
+    known = {key.removeprefix(f"{name}/"): value for key, value in result.metrics.items()}
+    shown = {key: value for key, value in known.items() if "top" in key or "/" not in key}
     console.print(f"{opened.name} on {name}: " + "  ".join(f"{key} {value:.2f}" for key, value in shown.items()))
     if len(opened.model.classes) > 20:
         return

@@ -22,11 +22,11 @@ from shards.base import cli
 from shards.base.errors import UserError
 from shards.base.files import output_folder
 from shards.base.settings import Settings
+from shards.config import SUFFIXES
 
 if TYPE_CHECKING:
     from pipeline.inference.model import Model, Prediction
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 MAX_BYTES = 64 << 20
 
 

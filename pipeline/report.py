@@ -36,13 +36,13 @@ def print_comparison(runs: Sequence[Result]) -> None:
     from rich.console import Console
     from rich.table import Table as Grid
 
-    from pipeline.reports.report import bias_text, comparison_table
+    from pipeline.reports.report import comparison_table, variant_title
     from pipeline.reports.run_table import compare
 
     console = Console(width=None if sys.stdout.isatty() else 110)
-    for bias, rows in compare(runs).items():
+    for variant, rows in compare(runs).items():
         header, body = comparison_table(rows)
-        grid = Grid(title=bias_text(bias), title_justify="left")
+        grid = Grid(title=variant_title(variant), title_justify="left")
         for column, name in enumerate(header):
             grid.add_column(name, justify="left" if column == 0 else "right", overflow="fold")
         for line in body:

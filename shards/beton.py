@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shards.reader import Split
 
 LEAST_PAGE = 1 << 21
-FIELDS = ("image", "label", "true_label", "index", "flipped", "key")
+FIELDS = ("image", "given", "true", "index", "flipped", "key")
 
 
 class _Samples:

@@ -63,7 +63,7 @@ def transition(counts: Ints, ratio: float, kind: str, wrong: dict[int, int] | No
     if kind == "none" or ratio == 0:
         return np.eye(classes)
     if kind == "effective":
-        share = ratio / (1 - np.sum((counts / total) ** 2))
+        share = ratio / (1 - float(np.sum((counts / total) ** 2)))
         return (1 - share) * np.eye(classes) + share * np.tile(counts / total, (classes, 1))
     if kind == "asymmetric":
         out = np.eye(classes)
@@ -71,9 +71,9 @@ def transition(counts: Ints, ratio: float, kind: str, wrong: dict[int, int] | No
             out[source, source], out[source, target] = 1 - ratio, ratio
         return out
     weights = counts.astype(np.float64) if kind == "prior" else np.ones(classes)
-    out = ratio * weights / (weights.sum() - weights)[:, None]
-    np.fill_diagonal(out, 1 - ratio)
-    return out
+    matrix: NDArray[np.float64] = ratio * weights / (weights.sum() - weights)[:, None]
+    np.fill_diagonal(matrix, 1 - ratio)
+    return matrix
 
 
 def flip_count(counts: Ints, ratio: float, kind: str, wrong: dict[int, int] | None = None) -> int:
@@ -140,10 +140,6 @@ def hold_out(labels: NDArray[np.integer], rows: Ints, classes: int, fraction: fl
     return keep_rows(labels, rows, take, shuffled)
 
 
-def groups(counts: Ints) -> dict[str, list[int]]:
-    """Classes with many, a medium number of and few training samples."""
-    return {
-        "many": np.flatnonzero(counts > MANY).tolist(),
-        "medium": np.flatnonzero((counts >= FEW) & (counts <= MANY)).tolist(),
-        "few": np.flatnonzero(counts < FEW).tolist(),
-    }
+def class_groups(counts: NDArray[np.integer]) -> dict[str, NDArray[np.bool_]]:
+    """(K,) bool for each group: classes with many, a medium number of and few training samples, before noise."""
+    return {"many": counts > MANY, "medium": (counts >= FEW) & (counts <= MANY), "few": counts < FEW}

@@ -17,8 +17,8 @@ from shards.base.errors import UserError
 from shards.base.files import removed_lock
 from shards.base.progress import Log
 from shards.base.storage import Store, store_at
-from shards.builder import LOCAL, Build, read_record, remove_leftovers
-from shards.config import BuildConfig
+from shards.builder import Build, read_record, remove_leftovers
+from shards.config import BuildConfig, in_old_spelling
 from shards.reader import read_manifest
 from shards.sources import collect
 from shards.write import leave_out_pandas, prepare
@@ -55,10 +55,9 @@ def _finished(store: Store, config: BuildConfig) -> bool:
         return False
     record = read_record(store)
     options = record["options"] if record else manifest.parse(data, repr(store)).options
-    made = BuildConfig().content() | options  # an option younger than the shards had its default
-    wanted = config.content()
-    if record is None:  # a copy of the shards alone: where the input was is not known there
-        wanted = {key: value for key, value in wanted.items() if key not in LOCAL}
+    made = in_old_spelling(BuildConfig().content() | options)  # an option younger than the shards had its default
+    # A copy of the shards alone does not know where the input was.
+    wanted = in_old_spelling(config.content(inputs=record is not None))
     differing = [key for key in wanted if made[key] != wanted[key]]
     if differing:
         listed = ", ".join(f"{key}={made[key]!r} (now {wanted[key]!r})" for key in differing[:4])

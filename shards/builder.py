@@ -19,13 +19,14 @@ import pyarrow.parquet
 from shards import bias, manifest
 from shards.base.errors import UserError
 from shards.base.progress import Log, Progress
+from shards.base.redact import redact
 from shards.base.storage import Store
 from shards.config import BuildConfig
 from shards.manifest import FileInfo, Manifest, RejectedInfo, ShardInfo, SplitInfo
 from shards.picture import Rules, check_and_convert
 from shards.plan import Plan, describe, make_plan
 from shards.sources import Collection, Rejected
-from shards.write import Job, Part, Task, load_part, part_name, shard_name, write_all
+from shards.write import JSON_FIELDS, Job, Part, Task, load_part, part_name, shard_name, write_all
 
 RECORD = "build.json"
 MADE_BY = "evenhand 0.1.0"
@@ -35,8 +36,6 @@ ENOUGH_SHARDS, FEWEST_SAMPLES = 32, 512  # small sets get smaller shards: work f
 PATIENCE = 1800.0  # seconds a rank waits for the others without any news
 _SPLITS = "train|test|imagenet"
 _OURS = re.compile(rf"(({_SPLITS})-\d{{6}}\.tar|({_SPLITS}|rejected)\.parquet|({_SPLITS})\.beton)")
-# One machine's paths, nobody else's business: not in the manifest.
-LOCAL = ("path", "root", "labels", "imagenet", "validation_path")
 
 
 def read_record(store: Store) -> dict[str, Any] | None:
@@ -85,7 +84,7 @@ class Build:
             raise
         except OSError as error:
             raise UserError(
-                f"Writing to {self.store} failed: {error}. Make room, check the rights or choose another output, "
+                f"Writing to {self.store} failed: {redact(str(error))}. Make room, check the rights or choose another output, "
                 "then run the same command again: finished shards are kept."
             ) from None
 
@@ -160,7 +159,9 @@ class Build:
 
     def _tasks(self, plans: dict[str, Plan]) -> Iterator[tuple[str, int, int, int, str]]:
         """(split, number, first index, end, digest) of every shard."""
-        salt = json.dumps(self.config.content(), sort_keys=True)
+        salt = json.dumps(
+            [self.config.content(), JSON_FIELDS], sort_keys=True
+        )  # shards in another spelling are not kept
         for split, plan in plans.items():
             size = self.sizes[split]
             for number, start in enumerate(range(0, len(plan), size)):
@@ -197,7 +198,7 @@ class Build:
                 yield Task(split, number, start, digest, rows, keys, *labels)
 
         try:
-            with Progress(total, "pictures", self.log) as progress:
+            with Progress(total, "pictures", self.log, bar=self.log is print) as progress:
                 write_all(tasks(), self.job, min(writers, len(mine)), progress.step)
         except KeyboardInterrupt:
             self.log("Finished shards are kept: the same command does the rest.")
@@ -277,13 +278,16 @@ class Build:
             classes=self.found.classes,
             splits=splits,
             bias=describe(self.found, train, self.config),
-            groups=bias.groups(train.clean_counts),
+            groups={
+                name: np.flatnonzero(members).tolist()
+                for name, members in bias.class_groups(train.clean_counts).items()
+            },
             rejected=RejectedInfo(
                 count=len(reasons),
                 reasons={kind: kinds.count(kind) for kind in sorted(set(kinds))},
                 table=table,
             ),
-            options={key: value for key, value in self.config.content().items() if key not in LOCAL},
+            options=self.config.content(inputs=False),
         )
         if self.config.format != "tar":
             from shards.beton import add_betons

@@ -9,15 +9,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from shards.base.settings import Settings
+from shards.base.settings import Effect, Input, NoEffect, Settings, effects
 
 SourceName = Literal["digits", "cifar10", "cifar100", "webvision", "folder", "list"]
 NoiseKind = Literal["prior", "effective", "symmetric", "asymmetric", "none"]
 
+# Files of these names are taken for pictures, by builds and by predict.
+SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp")
+# What version 0.1 called the columns of labels. Lists in this spelling are still read.
+OLD_COLUMNS = {"given": "label", "true": "true_label"}
 # Collections that are biased already: nothing is injected unless somebody asks for it.
 BIASED_BY_NATURE = ("webvision", "folder", "list")
-# Settings that change how or where a build happens, never what comes out of it.
-_NOT_CONTENT = {"url", "output", "writers", "max_rejected", "download"}
 # Files that some sources would never look at; whoever names one expects it to count.
 _ONLY_FOR = {
     "labels": ("digits", "cifar10", "cifar100"),
@@ -31,34 +33,46 @@ def _local(path: str) -> str:
     return os.path.expanduser(path.rstrip("/") or path)
 
 
+def in_old_spelling(options: dict[str, Any]) -> dict[str, Any]:
+    """Options with the default columns of version 0.1. Only to compare and to name: shards built then are found again."""
+    columns = ("label_column", "true_column")
+    return {key: OLD_COLUMNS.get(value, value) if key in columns else value for key, value in options.items()}
+
+
 LocalPath = Annotated[str, AfterValidator(_local)]
 
 
 class CacheConfig(Settings):
     """The local copy of remote shards."""
 
-    folder: LocalPath = Field(default="", description="where copies are kept; empty: ~/.cache/evenhand/shards")
-    max_gb: float = Field(
+    folder: NoEffect[LocalPath] = Field(
+        default="", description="where copies are kept; empty: ~/.cache/evenhand/shards"
+    )
+    max_gb: NoEffect[float] = Field(
         default=100.0, gt=0, description="bytes the cache may take, in GB; the oldest copies go first"
     )
-    reserve_gb: float = Field(default=1.0, ge=0, description="disk space left free, in GB")
-    prefetch: int = Field(default=2, ge=0, description="shards fetched ahead of use")
-    deadline: float = Field(default=300.0, gt=0, description="seconds after which fetching one shard is given up")
+    reserve_gb: NoEffect[float] = Field(default=1.0, ge=0, description="disk space left free, in GB")
+    prefetch: NoEffect[int] = Field(default=2, ge=0, description="shards fetched ahead of use")
+    deadline: NoEffect[float] = Field(
+        default=300.0, gt=0, description="seconds after which fetching one shard is given up"
+    )
 
 
 class BuildConfig(Settings):
     """Which pictures become which shards."""
 
-    url: str = Field(default="", description="finished shards to read (folder or URL); nothing is built then")
+    url: NoEffect[str] = Field(default="", description="finished shards to read (folder or URL); nothing is built then")
     source: SourceName = Field(default="digits", description="where pictures and labels come from")
-    path: LocalPath = Field(default="", description="the raw data: a folder, or the label list for source=list")
-    root: LocalPath = Field(
+    path: Input[LocalPath] = Field(default="", description="the raw data: a folder, or the label list for source=list")
+    root: Input[LocalPath] = Field(
         default="", description="source=list: folder its paths start from; empty: the list's own folder"
     )
-    output: str = Field(
+    output: NoEffect[str] = Field(
         default="", description="folder or URL for the shards; empty: a name made of the options, below data/"
     )
-    download: bool = Field(default=True, description="source=cifar10/100: may fetch what is missing from `path`")
+    download: NoEffect[bool] = Field(
+        default=True, description="source=cifar10/100: may fetch what is missing from `path`"
+    )
 
     parts: Literal["google", "flickr", "both"] = Field(
         default="google", description="source=webvision: which training lists"
@@ -66,20 +80,24 @@ class BuildConfig(Settings):
     classes: int = Field(
         default=0, ge=0, description="source=webvision: the first n classes (50: mini-WebVision); 0: all"
     )
-    imagenet: LocalPath = Field(
+    imagenet: Input[LocalPath] = Field(
         default="", description="source=webvision: ILSVRC-2012 validation folder; becomes split 'imagenet'"
     )
-    labels: LocalPath = Field(
+    labels: Input[LocalPath] = Field(
         default="",
         description="source=digits/cifar: CSV or Parquet with one noisy label per training picture",
     )
     path_column: str = Field(default="path", description="lists: column of paths")
-    label_column: str = Field(default="label", description="lists: column of given labels (class names or numbers)")
-    true_column: str = Field(default="true_label", description="lists: column of true labels; may be absent")
+    label_column: str = Field(
+        default="given", description="lists: column of given labels (names or numbers); `label` if there is no `given`"
+    )
+    true_column: str = Field(
+        default="true", description="lists: column of true labels, may be absent; `true_label` if there is no `true`"
+    )
     split_column: str = Field(
         default="split", description="lists: column saying train or test (or is_valid); may be absent"
     )
-    validation_path: LocalPath = Field(
+    validation_path: Input[LocalPath] = Field(
         default="", description="source=folder/list: second folder or list with the test pictures"
     )
     validation_fraction: float = Field(
@@ -121,10 +139,10 @@ class BuildConfig(Settings):
     decode_check: bool = Field(default=False, description="decode every picture even if its bytes stay untouched")
     max_pixels: int = Field(default=50_000_000, ge=1, description="larger pictures are rejected")
     max_picture_mb: float = Field(default=64.0, gt=0, le=2000, description="larger files are rejected")
-    max_rejected: float = Field(
+    max_rejected: NoEffect[float] = Field(
         default=0.01, ge=0, le=1, description="share of pictures that may be unusable before giving up"
     )
-    writers: int = Field(
+    writers: NoEffect[int] = Field(
         default=0, ge=0, description="processes that write; 0: one for each core, one alone for a small set"
     )
 
@@ -162,14 +180,16 @@ class BuildConfig(Settings):
                 )
         return self
 
-    def content(self) -> dict[str, Any]:
-        """The settings that decide what is in the shards."""
-        return self.model_dump(mode="json", exclude=_NOT_CONTENT)
+    def content(self, inputs: bool = True) -> dict[str, Any]:
+        """The settings that decide what is in the shards; without `inputs`, no path of this machine."""
+        known = effects(BuildConfig)
+        wanted = (Effect.RESULT, Effect.INPUT) if inputs else (Effect.RESULT,)
+        return {key: value for key, value in self.model_dump(mode="json").items() if known[key] in wanted}
 
     def place(self) -> str:
         """Where the shards are or will be."""
         if self.url or self.output:
             return self.url or self.output
-        digest = hashlib.sha256(json.dumps(self.content(), sort_keys=True).encode()).hexdigest()[:8]
+        digest = hashlib.sha256(json.dumps(in_old_spelling(self.content()), sort_keys=True).encode()).hexdigest()[:8]
         bias = f"rho{self.rho:g}-noise{self.noise:g}-seed{self.bias_seed}"
         return f"data/{self.source}-{bias}-{digest}"

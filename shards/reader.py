@@ -24,10 +24,12 @@ from numpy.typing import NDArray
 
 from shards import manifest
 from shards.base.errors import UserError
+from shards.base.redact import redact
 from shards.base.storage import store_at
 from shards.cache import Cache, NoRoom
 from shards.config import CacheConfig
 from shards.manifest import FileInfo, Manifest, ShardInfo
+from shards.picture import pixel_limit
 
 log = logging.getLogger(__name__)
 EAGER_BYTES = 1 << 30
@@ -88,6 +90,11 @@ class Split:
         """Samples by class before noise; as given where the truth is unknown."""
         return np.array(self.info.clean_counts, np.int64)
 
+    @property
+    def max_pixels(self) -> int:
+        """The pixel limit of the build: no sample should have more."""
+        return pixel_limit(self.manifest.options)
+
     def read(self, index: int) -> memoryview:
         """The encoded picture of a sample."""
         if os.getpid() != self._process:
@@ -123,7 +130,8 @@ class Split:
     @property
     def flipped(self) -> NDArray[np.bool_]:
         """Where noise was injected."""
-        return self._column("flipped").to_numpy(zero_copy_only=False)
+        flipped: NDArray[np.bool_] = self._column("flipped").to_numpy(zero_copy_only=False)
+        return flipped
 
     @cached_property
     def _keys(self) -> pa.Array:
@@ -152,16 +160,19 @@ class Split:
             if there.get(file.name) != file.bytes:
                 self._refuse(file, there.get(file.name))
 
+    def _shown(self, name: str) -> str:
+        return redact(self.store.at(name))
+
     def _refuse(self, file: FileInfo, size: int | None) -> None:
         what = "is missing" if size is None else f"has {size} bytes instead of {file.bytes}"
         raise UserError(
-            f"Shard {self.store.at(file.name)} {what}. Copy it again from where it came, or remove the "
+            f"Shard {self._shown(file.name)} {what}. Copy it again from where it came, or remove the "
             "folder and build the shards anew."
         )
 
     def _altered(self, name: str) -> UserError:
         return UserError(
-            f"Shard {self.store.at(name)} was altered: its sha256 is not that of the manifest. Copy it again "
+            f"Shard {self._shown(name)} was altered: its sha256 is not that of the manifest. Copy it again "
             "from where it came, or remove the folder and build the shards anew."
         )
 
@@ -182,10 +193,10 @@ class Split:
                     raise
                 # Else another process made room for its own copies just now: fetch it again.
 
-    def _load_table(self) -> dict[str, NDArray]:
+    def _load_table(self) -> dict[str, NDArray[Any]]:
         if self.store.root:
             self._check_digest(str(self.store.root / self.info.table.name), self.info.table)
-        columns: dict[str, NDArray] = {}
+        columns: dict[str, NDArray[Any]] = {}
         table = pa.parquet.ParquetFile(self._open_table())
         if table.metadata.num_rows != len(self):
             raise self._altered(self.info.table.name)
@@ -209,9 +220,7 @@ class Split:
             fine = fine and bool(((self._offset >= 0) & (self._size >= 0)).all())
             fine = fine and bool((self._offset + self._size <= sizes[self._shard]).all())
         if not fine:
-            raise UserError(
-                f"{self.store.at(self.info.table.name)} is damaged: it points outside its shards or classes."
-            )
+            raise UserError(f"{self._shown(self.info.table.name)} is damaged: it points outside its shards or classes.")
 
     def _map(self, number: int) -> mmap.mmap:
         """The memory map of a shard; the first one to ask fetches and checks it."""

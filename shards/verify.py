@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import mmap
 import tempfile
@@ -16,7 +15,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
-from PIL import Image
 from pydantic import Field
 
 from shards import manifest
@@ -27,10 +25,11 @@ from shards.base.redact import redact
 from shards.base.settings import Settings
 from shards.base.storage import Store, store_at, with_retries
 from shards.bias import counts_of
-from shards.config import CacheConfig
+from shards.config import OLD_COLUMNS, CacheConfig
 from shards.manifest import FileInfo, Manifest, ShardInfo, SplitInfo
-from shards.picture import EXTENSIONS
+from shards.picture import EXTENSIONS, open_picture, pixel_limit
 from shards.reader import read_manifest
+from shards.sources import Rejected
 from shards.tar import BLOCK, header
 
 ABOUT = "Check finished shards: hashes, counts, indices and, if asked, that every picture can be decoded."
@@ -42,7 +41,9 @@ Tell = Callable[[str], None]
 class VerifyConfig(Settings):
     url: str = Field(min_length=1, description="the shards: a folder or URL")
     decode: bool = Field(default=False, description="decode every picture")
-    max_pixels: int = Field(default=100_000_000, ge=1, description="larger pictures count as wrong")
+    max_pixels: int = Field(
+        default=0, ge=0, description="larger pictures count as wrong; 0: the limit the shards were built with"
+    )
     cache: CacheConfig = Field(default_factory=CacheConfig, description="copies of remote shards, one at a time")
 
 
@@ -153,7 +154,7 @@ class _SplitCheck:
         if table is None:
             return
         start = 0
-        with Progress(self.info.samples, "samples", lambda text: None) as progress:
+        with Progress(self.info.samples, "samples", None, bar=True) as progress:
             for number, shard in enumerate(self.info.shards):
                 rows = table.slice(start, shard.samples).to_pydict()
                 with self.there.opened(shard) as path:
@@ -225,32 +226,29 @@ class _SplitCheck:
             return "the tar header of the JSON is wrong", None
         body = data[place + BLOCK : place + BLOCK + length]
         place += BLOCK + length + -length % BLOCK
-        wanted = {
+        expected = {
             "index": index,
-            "label": sample["given"],
+            "given": sample["given"],
             "class": self.names.get(sample["given"]),
-            "true_label": sample["true"] if sample["true"] >= 0 else None,
+            "true": sample["true"] if sample["true"] >= 0 else None,
             "flipped": sample["flipped"],
             "key": sample["key"],
         }
         try:
-            same = json.loads(body) == wanted
+            same = json.loads(body) in (expected, {OLD_COLUMNS.get(key, key): expected[key] for key in expected})
         except ValueError:
             same = False
         return (None if same else "its JSON does not say what the table says"), place
 
     def _decode(self, data: mmap.mmap, sample: dict[str, Any]) -> str | None:
         content = data[sample["offset"] : sample["offset"] + sample["size"]]
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                warnings.simplefilter("error", Image.DecompressionBombWarning)
-                with Image.open(io.BytesIO(content), formats=("JPEG", "PNG", "WEBP")) as image:
-                    if image.size[0] * image.size[1] > self.config.max_pixels:
-                        return f"too many pixels ({image.size[0]} x {image.size[1]})"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                with open_picture(content, self.config.max_pixels or pixel_limit(self.about.options)) as image:
                     image.load()
-        except Exception as error:  # decoders raise anything on broken bytes
-            return f"cannot be decoded ({type(error).__name__}: {error})"
+            except Rejected as reason:
+                return str(reason)
         return None
 
 

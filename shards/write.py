@@ -29,6 +29,7 @@ from shards.tar import TarWriter
 
 _quoted: Callable[[str], str] = json.encoder.encode_basestring  # a JSON string, not only ASCII
 
+JSON_FIELDS = ("index", "given", "class", "true", "flipped", "key")  # of each sample
 # What is known of a shard when it is written, until the manifest is: one row for each planned sample.
 _PART_COLUMNS: dict[str, Any] = {
     "row": pa.int64(),
@@ -162,8 +163,8 @@ def _reason(error: OSError) -> str:
 def _about(index: int, given: int, true: int, flipped: bool, names: list[str], key: str) -> bytes:
     """The sample's JSON; put together by hand because this runs once for every picture of the web."""
     return (
-        f'{{"index": {index}, "label": {given}, "class": {names[given]}, '
-        f'"true_label": {true if true >= 0 else "null"}, "flipped": {"true" if flipped else "false"}, '
+        f'{{"index": {index}, "given": {given}, "class": {names[given]}, '
+        f'"true": {true if true >= 0 else "null"}, "flipped": {"true" if flipped else "false"}, '
         f'"key": {_quoted(key)}}}'
     ).encode()
 

@@ -11,10 +11,10 @@ from trained import Trained, train
 @pytest.fixture(scope="session")
 def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An empty MLflow database; making its tables takes seconds, copying it does not."""
-    from pipeline.tracking.mlflow_sync import connect
+    from pipeline.tracking.mlflow_sync import create_client
 
     database = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    connect(f"sqlite:///{database}")
+    create_client(f"sqlite:///{database}")
     return database
 
 

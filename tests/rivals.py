@@ -1,25 +1,31 @@
-"""A small training for any method: pictures in memory, the real loader, survey and engine, no files."""
+"""A small training for any method: pictures in memory, the real trainer, no files."""
 
 from __future__ import annotations
 
 import copy
 import io
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
+from pipeline.checkpoints.checkpointer import Checkpointer
+from pipeline.checkpoints.position import Position
 from pipeline.config import Config
 from pipeline.data.batch import Batch, TrainingSet
 from pipeline.data.loader import Loader
 from pipeline.distributed.world import World
-from pipeline.engines.ddp import TorchEngine
+from pipeline.engines import make_engine
 from pipeline.methods.base import Method
 from pipeline.methods.options import load_method
-from pipeline.methods.parts.survey import Survey, take_survey
+from pipeline.methods.parts.survey import Survey
+from pipeline.tracking.tracker import NullTracker
+from pipeline.training.trainer import Trainer, TrainingData
 
 SIZE, CLASSES, SAMPLES = 8, 3, 45
 
@@ -73,92 +79,68 @@ def make_method(config: Config, given: np.ndarray, classes: int, world: World | 
     return load_method(config.method.name)(config, data, world or World())
 
 
-@dataclass
-class Place:
-    """Where a training stands, as the trainer keeps it."""
+class MemorySplit:
+    """Pictures in memory as a split of shards; their true labels are not known."""
 
-    stage: int = 0
-    epoch: int = 0
-    begun: bool = False
-    pass_index: int = 0
-    step: int = 0
+    def __init__(self, pictures: Pictures, classes: int) -> None:
+        self.pictures, self.given, self.shard_sizes = pictures, pictures.given, pictures.shard_sizes
+        self.true = np.full(len(pictures), -1, np.int32)
+        self.classes = [f"class {k}" for k in range(classes)]
+        self.clean_counts = np.bincount(pictures.given, minlength=classes)
+        counts = self.clean_counts.tolist()
+        self.info = SimpleNamespace(given_counts=counts, clean_counts=counts)
+        self.manifest = SimpleNamespace(hash="in memory")
+        self.read, self.prefetch = pictures.read, pictures.prefetch
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+
+class DoubleLoader(Loader):
+    """Batches in float64."""
+
+    def _to_input(self, *args: Any) -> torch.Tensor:
+        return super()._to_input(*args).double()
 
 
 @dataclass
 class Course:
-    """A training that can be stopped after any step and gone on with from a copy of its state."""
+    """The real trainer on pictures in memory. It can be stopped after any step and resumed from a copy of its state."""
 
     config: Config
     pictures: Pictures = field(default_factory=Pictures)
     classes: int = CLASSES
     world: World = field(default_factory=World)
-    double: bool = False  # train in float64, so that rounding does not grow to something from step to step
+    double: bool = False  # train in float64, so that rounding errors stay small over many steps
 
     def __post_init__(self) -> None:
         self.method = make_method(self.config, self.pictures.given, self.classes, self.world)
         if self.double:
             self.method.double()
-        self.loader = Loader(self.pictures, self.config.data, self.config.seed, self.world)
-        self.engine = TorchEngine(self.config, self.method, self.world)
-        self.at = Place()
+        split: Any = MemorySplit(self.pictures, self.classes)
+        loader = (DoubleLoader if self.double else Loader)(split, self.config.data, self.config.seed, self.world)
+        data = TrainingData(split, {"test": split}, loader, {"test": loader})
+        checkpoints = Checkpointer(f"memory://{uuid.uuid4().hex}", 2, self.world, background=False)
+        engine = make_engine(self.config, self.method, self.world)
+        self.trainer = Trainer(self.config, self.world, self.method, engine, data, checkpoints, NullTracker())
+
+    @property
+    def position(self) -> Position:
+        return self.trainer.position
 
     def steps(self) -> Iterator[dict[str, float]]:
         """Named losses of every step, until the training ends."""
-        for number, stage in enumerate(self.method.stages()[self.at.stage :], self.at.stage):
-            self.engine.begin_stage(stage, resuming=self.at.epoch > 0 or self.at.epoch_started)
-            for epoch in range(self.at.epoch, stage.epochs or 1):
-                self.method.set_epoch(number, epoch)
-                if not self.at.epoch_started:
-                    self.method.begin_epoch(self.survey() if self.method.surveys_before_epoch() else None)
-                    self.at.epoch_started = True
-                yield from self._epoch(stage.trainable)
-                self.method.end_epoch(self.survey() if self.method.surveys_after_epoch() else None)
-                self.at = Place(number, epoch + 1)
-            self.at = Place(number + 1)
-
-    def _epoch(self, trainable: tuple[str, ...]) -> Iterator[dict[str, float]]:
-        for number, pass_ in enumerate(self.method.passes()[self.at.pass_index :], self.at.pass_index):
-            self.engine.set_trainable(pass_.trainable or trainable)
-            self.method.train()
-            for batch in self.loader.batches(pass_, self.method.order_key(number), self.at.step):
-                losses = self.engine.step(self._cast(batch), self.config.optim.lr)
-                self.at.step += 1
-                yield {name: float(value) for name, value in losses.items()}
-            self.at.pass_index, self.at.step = number + 1, 0
-
-    @torch.no_grad()
-    def survey(self) -> Survey:
-        self.method.eval()
-        batches = ((index, images.double() if self.double else images) for index, images in self.loader.survey())
-        survey = take_survey(
-            lambda index, images: self.method.survey_outputs(images, self.method.data.labels(index)),
-            batches, len(self.pictures), self.world,
-        )  # fmt: skip
-        if self.double:
-            survey.outputs = {name: value.double() for name, value in survey.outputs.items()}
-        return survey
-
-    def _cast(self, batch: Batch) -> Batch:
-        if self.double:
-            batch.views = {name: view.double() for name, view in batch.views.items()}
-            batch.beside = batch.beside and self._cast(batch.beside)
-        return batch
+        for losses in self.trainer.steps():
+            yield {name: float(value) for name, value in losses.items()}
 
     def state(self) -> dict[str, Any]:
-        return copy.deepcopy(
-            {"method": self.method.state_dict(), "engine": self.engine.optimizer_state_dict(), "at": self.at.__dict__}
-        )
+        return copy.deepcopy(self.trainer.state_dict())
 
     def load(self, state: dict[str, Any]) -> None:
-        state = copy.deepcopy(state)
-        self.method.load_state_dict(state["method"])
-        self.engine.load_optimizer_state_dict(state["engine"])
-        self.at = Place(**state["at"])
+        self.trainer.load_state_dict(copy.deepcopy(state))
 
 
-def batch_of(
-    method: Method, rows: int, seed: int = 0, pass_index: int = 0, views: tuple[str, ...] = ("weak",)
-) -> Batch:
+def batch_of(method: Method, rows: int, seed: int = 0, learner: int = 0, views: tuple[str, ...] = ("weak",)) -> Batch:
     """A batch by hand, in float64, of random samples and pictures; the last row stands for nothing."""
     rng = np.random.default_rng(seed)
     index = torch.from_numpy(rng.permutation(len(method.data))[:rows])
@@ -166,8 +148,8 @@ def batch_of(
     valid = torch.ones(rows)
     valid[-1] = 0
     label = torch.from_numpy(method.data.given)[index].long()
-    key = (method.data.seed, method.order_key(pass_index), 0)
-    return Batch(index, label, valid, images, (rows,), key, torch.arange(rows) // 4)
+    key = (method.data.seed, method.order_key(), 0)
+    return Batch(index, label, valid, images, (rows,), key, torch.arange(rows) // 4, learner=learner)
 
 
 def survey_of(outputs: dict[str, torch.Tensor]) -> Survey:

@@ -1,11 +1,10 @@
-"""Checkpoints of a run: written while it goes on, verified before use, the newest and the best kept.
+"""Checkpoints of a run: written in the background, verified before use; the newest and the best are kept.
 
-Only the lead writes, so only the lead reads: it picks the newest checkpoint whose every byte verifies and
-sends it to the other ranks. That works where ranks share no disk, reads the store once, and gives all ranks
-the same bytes.
+Only rank 0 writes, so only rank 0 reads: it picks the newest checkpoint whose every byte verifies and sends it to
+the other ranks. Ranks need no shared disk, the store is read once, and all ranks get the same bytes.
 
 A checkpoint gets a name of its own (`step-000000123`, or `step-000000123.1` if that one is taken) and is
-never overwritten, so there is no moment without a complete one. On a local disk it is written under a
+never overwritten, so a complete one exists at every moment. On a local disk it is written under a
 temporary name and renamed; in an object store it counts from the moment its manifest, the last object, is
 there.
 """
@@ -15,7 +14,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
@@ -25,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.checkpoints import file_format
-from pipeline.checkpoints.file_format import MANIFEST, TEMPORARY, Damaged, Snapshot, Tree
+from pipeline.checkpoints.file_format import MANIFEST, Damaged, Snapshot, Tree
 from pipeline.checkpoints.upgrade import upgrade_checkpoint
 from pipeline.distributed.world import World
 from shards.base.errors import UserError
-from shards.base.storage import RemoteStore, Store, store_at
+from shards.base.storage import Store, store_at
 
 log = logging.getLogger(__name__)
 BROADCAST_BYTES = 256 << 20
@@ -56,37 +54,40 @@ class Checkpointer:
         self._host: dict[str, Tensor] = {}
         self._thread: Thread | None = None
         self._failure: str | None = None
-        self.newest: str | None = None  # the last one written or loaded, on the lead
+        self.newest: str | None = None  # the last one written or loaded, on rank 0
         self._refused: set[str] = set()  # did not verify when loading
-        if problem := world.broadcast_object(_try_folder(self.store) if world.is_main else None):
+
+    def check_writable(self) -> None:
+        """Find out before training, not after the first epoch, whether checkpoints can be written at all."""
+        if problem := self.world.broadcast_object(_try_folder(self.store) if self.world.is_main else None):
             raise UserError(problem)
 
     # -- saving ------------------------------------------------------------------------------------
 
     def save(self, step: int, tree: Tree, *, best: bool = False, wait: bool = False) -> None:
-        """Copy the tree and write it in the background; the caller may change its tensors when this returns.
+        """Copy the tree and write it in the background. The caller may change its tensors when this returns.
 
-        A failed write is told as a warning by the next save, and training goes on. With wait=True this
-        returns when the checkpoint is safe, and raises SaveError if it is not.
+        The next save logs a warning about a failed write, and training goes on. With wait=True this returns when the
+        checkpoint is on disk, and raises SaveError if it could not be written.
         """
         if not self.world.is_main:
             return
-        self._warn(self._settle())
+        self._warn(self._finish_write())
         tensors, state = file_format.encode(tree)
         copies = self._copy(tensors)
         self._thread = Thread(target=self._write, args=(step, best, copies, state), name="checkpoint")
         self._thread.start()
         if wait:
-            self._raise(self._settle())
+            self._raise(self._finish_write())
         elif not self.background:
-            self._warn(self._settle())
+            self._warn(self._finish_write())
 
     def close(self) -> None:
         """Wait for the last write; SaveError if it failed."""
-        self._raise(self._settle())
+        self._raise(self._finish_write())
 
-    def _settle(self) -> str | None:
-        """Wait for the write under way; the sentence about it if it failed."""
+    def _finish_write(self) -> str | None:
+        """Wait for the current write; returns a sentence if it failed."""
         if self._thread:
             self._thread.join()
             self._thread = None
@@ -102,7 +103,7 @@ class Checkpointer:
             raise SaveError(failure)
 
     def _copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Host copies; their memory is kept for the next save, since getting it costs more than copying."""
+        """Host copies. Their memory is kept for the next save, because allocating costs more than copying."""
         kept, self._host = self._host, {}
         for name, tensor in tensors.items():
             tensor = tensor.detach()
@@ -115,7 +116,7 @@ class Checkpointer:
         return self._host
 
     def _write(self, step: int, best: bool, tensors: dict[str, Tensor], state: bytes) -> None:
-        """In the writer's thread. Whatever goes wrong becomes a sentence for the training thread to tell."""
+        """Runs in the writer's thread. A failure becomes a sentence that the training thread logs."""
         try:
             taken = [number for found, number in map(file_format.key, file_format.listed(self.store)) if found == step]
             name = f"step-{step:09d}" + (f".{max(taken) + 1}" if taken else "")
@@ -124,7 +125,7 @@ class Checkpointer:
         except Exception as error:
             number = error.errno if isinstance(error, OSError) else None
             reason = os.strerror(number) if number else f"{type(error).__name__}: {error}"
-            advice = _ADVICE.get(number, "Look after the store, or set checkpoint.url to another one.")
+            advice = _ADVICE.get(number, "Check the store, or set checkpoint.url to another one.")
             self._failure = f"The checkpoint of step {step} could not be written to {self.store}: {reason}. {advice}"
             return
         try:
@@ -133,8 +134,8 @@ class Checkpointer:
             log.warning("Old checkpoints in %s could not be removed: %s.", self.store, error)
 
     def _prune(self, newest: str) -> None:
-        """Keep the last `keep` good ones and the best. What is ahead of `newest` was refused or belongs to
-        another try, and is left for a person to judge."""
+        """Keep the last `keep` good ones and the best. Steps after `newest` were refused or belong to another attempt; they
+        stay for the user to decide."""
         names = [name for name in file_format.listed(self.store) if file_format.key(name) <= file_format.key(newest)]
         complete: list[str] = []
         best: str | None = None
@@ -161,7 +162,7 @@ class Checkpointer:
 
     def best(self) -> Loaded | None:
         """The newest checkpoint that was saved as the best one."""
-        self._warn(self._settle())
+        self._warn(self._finish_write())
         names = _best_ones(self.store, file_format.listed(self.store)) if self.world.is_main else []
         names = self.world.broadcast_object(names)
         return self._load(names) if names else None
@@ -170,7 +171,7 @@ class Checkpointer:
         found: Snapshot | None = None
         refused: dict[str, str] = {}
         problem: UserError | None = None
-        self._warn(self._settle())
+        self._warn(self._finish_write())
         if self.world.is_main:
             try:
                 found, refused = choose(self.store, names or file_format.listed(self.store))
@@ -182,7 +183,7 @@ class Checkpointer:
         problem, refused = self.world.broadcast_object((problem, refused))
         if problem:
             raise problem
-        found = self._spread(found)
+        found = self._broadcast(found)
         self.newest = found.name if found else None
         return (
             Loaded(found.name, found.step, upgrade_checkpoint(found.tree), found.best, [*refused.values()])
@@ -190,18 +191,18 @@ class Checkpointer:
             else None
         )
 
-    def _spread(self, found: Snapshot | None) -> Snapshot | None:
-        """The lead's snapshot on every rank."""
+    def _broadcast(self, found: Snapshot | None) -> Snapshot | None:
+        """Rank 0's snapshot on every rank."""
         if self.world.size == 1:
             return found
-        facts = (found.name, found.step, found.best, found.state, len(found.tensors)) if found else None
-        facts = self.world.broadcast_object(facts)
-        if facts is None:
+        header = (found.name, found.step, found.best, found.state, len(found.tensors)) if found else None
+        header = self.world.broadcast_object(header)
+        if header is None:
             return None
-        data = found.tensors if found else bytearray(facts[4])
+        data = found.tensors if found else bytearray(header[4])
         for piece in torch.frombuffer(data, dtype=torch.uint8).split(BROADCAST_BYTES):
             dist.broadcast(piece, src=0)
-        return found or Snapshot(*facts[:4], tensors=data)
+        return found or Snapshot(*header[:4], tensors=data)
 
 
 _ADVICE: dict[int | None, str] = {
@@ -213,23 +214,12 @@ _ADVICE: dict[int | None, str] = {
 
 
 def _try_folder(store: Store) -> str | None:
-    """Find out before training, not after the first epoch, whether checkpoints can be written at all."""
-    name = f"{TEMPORARY}probe"
+    """Why the store cannot be written; None if it can."""
     try:
-        if isinstance(store, RemoteStore):
-            store.fs.pipe_file(store.at(name), b"probe")
-            store.fs.rm_file(store.at(name))
-        else:
-            root = file_format.local(store)
-            root.mkdir(parents=True, exist_ok=True)
-            for left in root.glob(f"{TEMPORARY}*"):  # of a process that was killed while writing
-                shutil.rmtree(left, ignore_errors=True)
-            (root / name).mkdir()
-            (root / name).rmdir()
+        store.check_writable()
     except (OSError, NotImplementedError) as error:
-        if isinstance(store, RemoteStore) and not isinstance(
-            error, PermissionError | FileNotFoundError | NotImplementedError
-        ):
+        permanent = (PermissionError, FileNotFoundError, NotImplementedError)
+        if store.root is None and not isinstance(error, permanent):
             raise  # a store that does not answer may answer at the next try
         reason = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
         advice = "Make it writable, or set checkpoint.url to another place."
@@ -250,7 +240,7 @@ def choose(store: Store, names: list[str]) -> tuple[Snapshot | None, dict[str, s
             refused[name] = f"Checkpoint {store}/{name} is not used: {error}."
             # A killed upload leaves objects without a manifest, and nothing is lost by that. A local folder
             # gets its name only when it is complete, so one without a manifest has been damaged.
-            lost = lost or not isinstance(store, RemoteStore) or store.size(f"{name}/{MANIFEST}") is not None
+            lost = lost or store.folders_appear_whole or store.size(f"{name}/{MANIFEST}") is not None
     if lost:
         raise UserError(
             "\n".join(refused.values()) + f"\nNo good checkpoint is left in {store}. "

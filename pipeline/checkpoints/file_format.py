@@ -16,21 +16,18 @@ import json
 import math
 import os
 import re
-import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shards.base.errors import UserError
-from shards.base.storage import LocalStore, RemoteStore, Store, with_retries
+from shards.base.storage import CreateFile, Store
 
 FORMAT = 1
 TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
-TEMPORARY = ".tmp-"
 MAX_MANIFEST_BYTES = 1 << 20
 CHUNK = 8 << 20  # object stores resume a lost connection only between requests
 NAME = re.compile(r"step-(\d{9,})(?:\.(\d{1,6}))?")
@@ -169,29 +166,11 @@ def parse_tensors(data: bytearray) -> dict[str, Tensor]:
 
 def write(store: Store, name: str, step: int, best: bool, tensors: dict[str, Tensor], state: bytes) -> None:
     """A complete checkpoint called `name`, or nothing that could be taken for one."""
-    if isinstance(store, RemoteStore):
-        fs = store.fs
-        try:
-            _fill(lambda file: fs.open(store.at(f"{name}/{file}"), "wb"), step, best, tensors, state)
-        except BaseException:
-            remove(store, name)
-            raise
-        return
-    root = local(store)
-    temporary = root / f"{TEMPORARY}{name}"
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
-        temporary.mkdir(parents=True)
-        _fill(lambda file: (temporary / file).open("xb"), step, best, tensors, state)
-        _flush_folder(temporary)
-        os.rename(temporary, root / name)
-        _flush_folder(root)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    with store.write_folder(name) as create:
+        _fill(create, step, best, tensors, state)
 
 
-def _fill(create: Callable[[str], Any], step: int, best: bool, tensors: dict[str, Tensor], state: bytes) -> None:
+def _fill(create: CreateFile, step: int, best: bool, tensors: dict[str, Tensor], state: bytes) -> None:
     """Write the three files, the manifest last."""
     files = {TENSORS: _put(create(TENSORS), stream_tensors(tensors)), STATE: _put(create(STATE), [state])}
     manifest: Tree = {"format": FORMAT, "step": step, "best": best, "files": files}
@@ -220,14 +199,6 @@ def _file_number(file: Any) -> int | None:
         return None
 
 
-def _flush_folder(folder: Path) -> None:
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
 def _seal(manifest: Tree) -> str:
     body = {key: value for key, value in manifest.items() if key != "seal"}
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
@@ -243,39 +214,14 @@ def key(name: str) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 0)
 
 
-def local(store: Store) -> Path:
-    assert isinstance(store, LocalStore)
-    return store.root
-
-
-def _remote_names(store: RemoteStore) -> list[str]:
-    store.fs.invalidate_cache()
-    try:
-        return [path.rstrip("/").rsplit("/", 1)[-1] for path in store.fs.ls(store.at(""), detail=False)]
-    except FileNotFoundError:
-        return []
-
-
 def listed(store: Store) -> list[str]:
     """Names of everything that looks like a checkpoint, oldest first."""
-    if isinstance(store, RemoteStore):
-        names = with_retries(lambda: _remote_names(store), repr(store))
-    else:
-        root = local(store)
-        names = [entry.name for entry in os.scandir(root) if entry.is_dir()] if root.is_dir() else []
-    return sorted((name for name in names if NAME.fullmatch(name)), key=key)
+    return sorted((name for name in store.folders() if NAME.fullmatch(name)), key=key)
 
 
 def remove(store: Store, name: str) -> None:
     """Remove a checkpoint; interrupted half-way, what is left no longer counts as one."""
-    if isinstance(store, RemoteStore):
-        store.remove(f"{name}/{MANIFEST}")
-        store.remove_folder(name)
-    else:
-        trash = local(store) / f"{TEMPORARY}old-{name}"
-        shutil.rmtree(trash, ignore_errors=True)
-        os.rename(local(store) / name, trash)
-        shutil.rmtree(trash, ignore_errors=True)
+    store.discard_folder(name, first=MANIFEST)
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -326,14 +272,12 @@ def read(store: Store, name: str) -> Snapshot:
 
 
 def _fetch(store: Store, path: str, size: int) -> bytearray:
-    if not isinstance(store, RemoteStore):
-        try:
-            return bytearray((local(store) / path).read_bytes())
-        except OSError as error:
-            raise Damaged(f"{path} cannot be read ({error.strerror or error})") from None
     out = bytearray()
     while len(out) < size:
-        piece = store.fs.cat_file(store.at(path), start=len(out), end=min(size, len(out) + CHUNK))
+        try:
+            piece = store.read_range(path, len(out), min(size, len(out) + CHUNK))
+        except OSError as error:
+            raise Damaged(f"{path} cannot be read ({error.strerror or error})") from None
         if not piece:
             raise Damaged(f"{path} ends after {len(out)} bytes")
         out += piece

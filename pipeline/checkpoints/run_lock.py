@@ -18,10 +18,7 @@ _held: list[IO[str]] = []  # closing a file would give up the lock on it
 
 
 def lock(output: str | Path, world: World | None = None, patience: float = 2.0) -> None:
-    """Make the output folder this job's own until its process is gone, however it goes.
-
-    A UserError on all ranks if another living job has it.
-    """
+    """Lock the output folder until this process is gone. UserError on all ranks if another running job has it."""
     world = world or World()
     problem: str | None = None
     if world.is_main:
@@ -42,7 +39,7 @@ def _take(folder: Path, patience: float) -> None:
             f"The output folder {folder} cannot be written ({error.strerror}). "
             "Make it writable, or set output to another folder."
         ) from None
-    until = time.monotonic() + patience  # a job that was just killed needs a moment to be gone
+    until = time.monotonic() + patience  # a job that was just killed needs a moment to exit
     while not _locked(file):
         if time.monotonic() > until:
             file.seek(0)

@@ -10,6 +10,7 @@ _KEYS = {"found": "epoch_metrics", "sums": "loss_sums"}
 _POSITION = {"begun": "epoch_started", "walk": "pass_index", "steps": "global_step"}
 _ENGINE = {"bad": "nonfinite_steps"}
 _DATA = {"ahead": "prefetch"}
+_PARAMS = {"data.ahead": "data.prefetch", "data.cache.ahead": "data.cache.prefetch"}
 
 
 def upgrade_checkpoint(tree: Tree) -> Tree:
@@ -30,6 +31,11 @@ def upgrade_config(tree: Tree) -> Tree:
     if "cache" in data:
         data["cache"] = _renamed(data["cache"], _DATA)
     return {**tree, "data": data}
+
+
+def upgrade_param(name: str) -> str:
+    """The name of a parameter of an MLflow run (a setting by its dotted name)."""
+    return _PARAMS.get(name, name)
 
 
 def _renamed(tree: Tree, names: dict[str, str]) -> Tree:

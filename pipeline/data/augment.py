@@ -1,8 +1,8 @@
 """What happens to a batch of uint8 pictures on the device: normalisation, and AugMix for strong views.
 
 All 13 operations of AugMix (Hendrycks et al., ICLR 2020) are batched over samples and give Pillow's bytes.
-What is done to which sample is decided on the host from keyed random numbers (`draw_augmix`), so the device never
-has to answer a question and results do not depend on the number of ranks.
+The host draws what is done to which sample from keyed random numbers (`draw_augmix`), so there is no host
+synchronisation and results do not depend on the number of ranks.
 
 Shapes: B samples, C chains, D = 3 operations at most in a chain, pictures (B, 3, S, S) uint8.
 """
@@ -204,14 +204,14 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
-# -- the plan: made on the host ------------------------------------------------------------------------------
+# -- the draws: made on the host -----------------------------------------------------------------------------
 
 
 @dataclass
 class AugMixDraws:
     """What AugMix does to a batch: output = coefficients[0] * picture + sum_c coefficients[1+c] * chain_c.
 
-    A stroke is one kind of operation on some rows of the batch. All operations of all chains lie in two tensors,
+    An entry of a chain is one operation on some rows of the batch. All rows and parameters lie in two tensors,
     so that little has to travel and the device need not be asked how long anything is.
     """
 

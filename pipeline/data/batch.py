@@ -1,4 +1,4 @@
-"""What a method sees of the data: the training set as a whole, and one batch of it."""
+"""What a method sees of the data: the training set without pictures, a pass over it, and one batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeline.data.keyed_random import keyed_generator
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """The training set without its pictures and without its true labels: what a method may know."""
+    """The training set without pictures and without true labels."""
 
     given: np.ndarray  # (N,) int32 given labels
     classes: int
@@ -32,7 +32,7 @@ class TrainingSet:
         return np.bincount(self.given, minlength=self.classes)
 
     def labels(self, index: Tensor) -> Tensor:
-        """Given labels of some samples, int64, where their index is."""
+        """Given labels of some samples, int64, on the device of `index`."""
         return torch.from_numpy(self.given)[index.cpu()].to(index.device, torch.long)
 
     def shuffled(self, order_key: int, subset: np.ndarray | None = None, stream: int = 0) -> np.ndarray:
@@ -46,9 +46,9 @@ class TrainingSet:
 
 @dataclass(frozen=True)
 class Pass:
-    """One walk over an order of samples.
+    """One pass over an order of samples.
 
-    With `beside`, each step also carries a batch of that second order, which goes round as often as needed.
+    With `beside`, each step also has a batch of that second order, which repeats as often as needed.
     """
 
     order: np.ndarray  # (n,) sample indices, already shuffled
@@ -57,14 +57,15 @@ class Pass:
     beside: np.ndarray | None = None
     beside_batch: int = 0
     trainable: tuple[str, ...] | None = None  # None: the stage's
+    learner: int = 0  # which of the method's networks learns in this pass; its batches say so too
 
 
 @dataclass
 class Batch:
     """This rank's rows of one global batch.
 
-    A row with valid = 0 must not count: it stands in for nothing (its group is then its own), or its picture
-    did not decode (grey, in its usual group).
+    A row with valid = 0 must not count. Either it is padding (then its group is its own), or its picture did not decode
+    (then it is grey, in its usual group).
     """
 
     index: Tensor  # (B,) int64 permanent sample index
@@ -77,6 +78,12 @@ class Batch:
     share: float = 1.0  # this micro-batch's part of its global batch, by rows over all ranks
     last: bool = True  # whether the optimiser steps after this micro-batch
     beside: Batch | None = field(default=None)  # a second stream, e.g. unlabelled beside labelled
+    learner: int = 0  # which of the method's networks learns: that of the pass
+
+    @property
+    def step(self) -> int:
+        """Number of the global batch in its pass."""
+        return self.key[-1]
 
     def generator(self, purpose: int) -> np.random.Generator:
         """Random numbers of this step, the same on every rank and after a restart."""

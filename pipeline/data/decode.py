@@ -1,51 +1,39 @@
-"""Encoded pictures to uint8 RGB arrays, and views cut from them.
-
-A picture is decoded once and every view is cut from the same array. Views have a name; its beginning says
-the kind: `weak*` and `strong*` are random crops (what makes a strong view strong happens on the device),
-`test` is the centre crop. Pictures are (H, W, 3) uint8 here.
-"""
+"""Encoded pictures to uint8 RGB arrays (H, W, 3). What is accepted is decided in `shards.picture`, as for builds."""
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import numpy as np
 import simplejpeg
-from PIL import Image, ImageOps
 
-from shards.picture import FORMATS, to_rgb
-
-MAX_PIXELS = 100_000_000  # 300 MB as RGB; anything larger in a training set is an accident or an attack
+from shards.picture import MAX_PIXELS, is_turned, open_picture, read_jpeg_header, upright_rgb
+from shards.sources import Rejected
 
 
 class DecodeError(Exception):
     """The bytes are no picture we can use; the message says why."""
 
 
-def decode(data: Any, least: int = 0) -> tuple[np.ndarray, bool]:
+def decode(data: Any, least: int = 0, max_pixels: int = MAX_PIXELS) -> tuple[np.ndarray, bool]:
     """The picture upright, and whether its file was cut short (the missing part is grey or black).
 
     `least`: a large JPEG may come back smaller as long as its short side keeps this many pixels; 0 = never.
     """
     data = memoryview(data)
-    if data[:3] == b"\xff\xd8\xff":
-        picture = _jpeg(data, least)
-        if picture is not None:
-            return picture
-    return _pillow(data)
-
-
-def _jpeg(data: memoryview, least: int) -> tuple[np.ndarray, bool] | None:
-    """The fast way; None for the few JPEGs that need Pillow."""
     try:
-        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
-    except ValueError:
-        return None  # unusual subsampling, or hardly a header: Pillow knows more, or says what is wrong
-    _refuse_bomb(width, height)
-    if colorspace not in ("YCbCr", "Gray", "RGB"):
+        decoded = _decode_jpeg(data, least, max_pixels)
+        return _decode_with_pillow(data, max_pixels) if decoded is None else decoded
+    except Rejected as error:
+        raise DecodeError(str(error)) from None
+
+
+def _decode_jpeg(data: memoryview, least: int, max_pixels: int) -> tuple[np.ndarray, bool] | None:
+    """The fast way; None for the few JPEGs that need Pillow."""
+    header = read_jpeg_header(data, max_pixels)
+    if header is None or header.colorspace not in ("YCbCr", "Gray", "RGB"):
         return None
-    if b"Exif\0\0" in bytes(data[:1024]) and _orientation(data) != 1:
+    if header.has_exif and _is_turned(data, max_pixels):
         return None
     # Factors between 1 and 2 cost more than they save.
     scaled = {"min_height": least, "min_width": least, "min_factor": 2}
@@ -61,35 +49,22 @@ def _jpeg(data: memoryview, least: int) -> tuple[np.ndarray, bool] | None:
         raise DecodeError(str(error)) from None
 
 
-def _orientation(data: memoryview) -> int:
+def _is_turned(data: memoryview, max_pixels: int) -> bool:
     try:
-        with Image.open(io.BytesIO(data), formats=tuple(FORMATS)) as image:
-            return int(image.getexif().get(0x0112, 1))
-    except Exception:  # whatever is wrong with the header, the picture itself may still be fine
-        return 1
+        with open_picture(data, max_pixels) as image:
+            return is_turned(image)
+    except Rejected:  # the header is damaged, but the picture itself may be fine
+        return False
 
 
-def _pillow(data: memoryview) -> tuple[np.ndarray, bool]:
+def _decode_with_pillow(data: memoryview, max_pixels: int) -> tuple[np.ndarray, bool]:
     cut_short = False
-    try:
-        with Image.open(io.BytesIO(data), formats=tuple(FORMATS)) as image:
-            _refuse_bomb(*image.size)
-            try:
-                image.load()
-            except OSError as error:
-                if "truncated" not in str(error) or not image.tile:
-                    raise
-                image.tile = []  # nothing further to decode: what has been decoded so far is the picture
-                cut_short = True
-            return np.array(to_rgb(ImageOps.exif_transpose(image))), cut_short
-    except DecodeError:
-        raise
-    except Image.UnidentifiedImageError:
-        raise DecodeError("not a JPEG, PNG or WebP picture") from None
-    except Exception as error:  # Pillow's plugins raise nearly anything on hostile bytes
-        raise DecodeError(f"{type(error).__name__}: {error}") from None
-
-
-def _refuse_bomb(width: int, height: int) -> None:
-    if width * height > MAX_PIXELS:
-        raise DecodeError(f"{width}x{height} pixels is more than the {MAX_PIXELS // 1_000_000} million allowed")
+    with open_picture(data, max_pixels) as image:
+        try:
+            image.load()
+        except OSError as error:
+            if "truncated" not in str(error) or not image.tile:
+                raise
+            image.tile = []  # decode no further: keep what is there
+            cut_short = True
+        return np.array(upright_rgb(image)), cut_short

@@ -1,7 +1,7 @@
-"""The same batches from an FFCV file: FFCV reads and decodes in our order, views are cut as from the tars.
+"""The same batches from an FFCV file: FFCV reads and decodes in our order, views are cropped as from the tars.
 
-FFCV's own crops draw unseeded random numbers and decode once per view; here it only decodes, once, and the
-keyed choices of the loader do the rest. The one door through which `ffcv` is read.
+FFCV's own crops use unseeded random numbers and decode once per view. Here FFCV only decodes, once; the loader's keyed
+random numbers do the rest. Only this module and `shards/beton.py` import `ffcv`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random numbers by key: drawn from (seed, order_key, index, view, draw), never from threads, workers or ranks."""
+"""Random numbers by key (seed, order_key, index, view, draw): independent of threads, workers and ranks."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def uniform(key: tuple[int, ...], index: np.ndarray, draws: int) -> np.ndarray:
 
 
 def keyed_generator(*key: int) -> np.random.Generator:
-    """A generator for things drawn once per step or epoch."""
+    """A generator for numbers drawn once per step or epoch."""
     # The length comes first because SeedSequence pads with zeros: (1, 2) and (1, 2, 0) would be one stream.
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([len(key), *key])))

@@ -1,7 +1,7 @@
-"""From shards to batches on the device: threads decode and cut uint8 views ahead, the device does the rest.
+"""From shards to batches on the device: threads decode and crop uint8 views ahead, the device does the rest.
 
-What a batch holds is decided by `order` and keyed random numbers before anything is read, so threads, ranks
-and restarts change nothing in it.
+The order and keyed random numbers decide what a batch holds before anything is read. Threads, ranks and restarts change
+nothing in it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from pipeline.data.keyed_random import uniform
 from pipeline.data.partition import MicroBatch, RankBatch, micro_batches, survey_batches
 from pipeline.distributed.world import World
 from shards.base.errors import UserError
+from shards.picture import MAX_PIXELS
 
 KEEP_BYTES = 256 << 20
 _AUGMIX = crc32(b"augmix")
 
 
 class Samples(Protocol):
-    """What the loader asks of a split of shards (`shards.reader.Split`)."""
+    """What the loader needs of a split (`shards.reader.Split`)."""
 
     given: Any  # (N,) int32
 
@@ -47,7 +48,7 @@ class Samples(Protocol):
 
 @dataclass
 class Part:
-    """Rows with their random choices drawn, and room for their pixels."""
+    """Rows with their random draws, and a buffer for their pixels."""
 
     rows: RankBatch
     views: tuple[str, ...]
@@ -63,7 +64,7 @@ Filled = tuple[MicroBatch, list[Part]]
 
 
 def open_loader(split: Samples, config: DataConfig, seed: int, world: World, accumulate: int = 1) -> Loader:
-    """The loader that data.loader asks for."""
+    """The loader chosen by data.loader."""
     if config.loader == "ffcv":
         from pipeline.data.ffcv_loader import BetonLoader
 
@@ -80,12 +81,13 @@ class Loader:
 
     def __init__(self, split: Samples, config: DataConfig, seed: int, world: World, accumulate: int = 1) -> None:
         self.split, self.config, self.seed = split, config, seed
+        self._max_pixels = getattr(split, "max_pixels", MAX_PIXELS)
         self.world, self.accumulate = world, accumulate
         self.views = Views(config)
         self.given = np.asarray(split.given)
         self.bad: dict[int, str] = {}  # sample -> why it did not decode
-        self.cut_short: set[int] = set()  # samples whose file ends early; what is there was used
-        self.wait_seconds = 0.0  # time the consumer stood waiting for pictures
+        self.cut_short: set[int] = set()  # samples whose file is truncated; the part that decodes is used
+        self.wait_seconds = 0.0  # time the consumer waited for pictures
         n, size = len(self.given), config.size
         # If all views are cut from one small square and all squares fit, pictures are decoded once in a run.
         keep = self.views.from_square and n * size * size * 3 <= KEEP_BYTES
@@ -112,15 +114,12 @@ class Loader:
                 failed.update(self._mask_undecodable(parts))
                 if len(failed) > allowed:
                     raise self._too_many(failed, len(pass_.order))
-                batch, *beside = [self._batch(micro, part, order_key) for part in parts]
+                batch, *beside = [self._batch(micro, part, order_key, pass_.learner) for part in parts]
                 batch.beside = beside[0] if beside else None
                 yield batch
 
     def survey(self, first_row: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """(index, images) of this rank's contiguous part of the split, from its row `first_row` on.
-
-        Test view; nothing is padded or repeated.
-        """
+        """(index, images) of this rank's contiguous part of the split, in the test view, without padding."""
         mine = self.world.rank_slice(len(self.given))
         rows = slice(mine.start + first_row, mine.stop)
         todo = survey_batches(rows, max(1, self.config.batch // self.world.size))
@@ -136,7 +135,7 @@ class Loader:
     def _fill(
         self, todo: Iterator[MicroBatch], views: tuple[str, ...], order_key: int, prefetch: Callable[[np.ndarray], None]
     ) -> Generator[Filled]:
-        """Micro-batches in order with their pixels, `prefetch` more in work while the consumer has one."""
+        """Micro-batches in order with their pixels, `prefetch` more are decoded while the consumer has one."""
         pool = ThreadPoolExecutor(self.config.threads, thread_name_prefix="decode")
         pending: deque[tuple[Filled, list[Future[None]]]] = deque()
         try:
@@ -159,13 +158,13 @@ class Loader:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _spread(self, pool: ThreadPoolExecutor, work: Callable[..., None], part: Part) -> list[Future[None]]:
-        """The rows of a part dealt out to the threads in runs."""
+        """The rows of a part, split into one run per thread."""
         n = len(part.rows.index)
         run = -(-n // self.config.threads)
         return [pool.submit(work, part, range(start, min(start + run, n))) for start in range(0, n, run)]
 
     def _draw_random(self, rows: RankBatch, views: tuple[str, ...], order_key: int) -> Part:
-        """All random choices. A sample that comes again in a pass gets other ones."""
+        """Draw all random numbers. A sample that is repeated in a pass gets other ones."""
         config = self.config
         choices, plans = {}, {}
         ident = rows.index + len(self.given) * rows.seen
@@ -192,7 +191,7 @@ class Loader:
 
     def _decode_row(self, part: Part, row: int, data: Any) -> None:
         try:
-            picture, cut_short = decode(data, self.views.least)
+            picture, cut_short = decode(data, self.views.least, self._max_pixels)
         except DecodeError as error:
             part.bad[row] = str(error)
             part.pixels[:, row] = GREY
@@ -213,7 +212,7 @@ class Loader:
             self.views.crop(picture, choices, out[number, row])
 
     def _prefetcher(self, order: np.ndarray, beside: np.ndarray | None) -> Callable[[np.ndarray], None]:
-        """A function of samples about to be read: tells the split what follows when they open a new shard."""
+        """A function to call with samples about to be read. When they open a new shard, the split prefetches what follows."""
         ends = np.cumsum(np.asarray(self.split.shard_sizes))
         orders = [order] if beside is None else [order, beside]
         uses = np.concatenate([np.searchsorted(ends, samples, side="right") for samples in orders])
@@ -239,7 +238,7 @@ class Loader:
         return torch.empty(need, dtype=torch.uint8, pin_memory=self._pinned)
 
     def _release(self, part: Part) -> None:
-        """The part's pixels are on the device, or on their way to it."""
+        """The pixels are on the device, or being copied to it: the buffer may be used again after that."""
         copied = None
         if self._pinned:
             copied = torch.cuda.Event()
@@ -248,7 +247,7 @@ class Loader:
 
     # -- on the device -------------------------------------------------------------------------------------
 
-    def _batch(self, micro: MicroBatch, part: Part, order_key: int) -> Batch:
+    def _batch(self, micro: MicroBatch, part: Part, order_key: int, learner: int = 0) -> Batch:
         rows = part.rows
         views = {
             name: self._to_input(name, part.pixels[number], part.plans.get(name))
@@ -265,6 +264,7 @@ class Loader:
             groups=self._to_device(rows.groups),
             share=micro.share,
             last=micro.last,
+            learner=learner,
         )
 
     def _to_input(self, name: str, pixels: Tensor, todo: augment.AugMixDraws | None) -> Tensor:
@@ -278,22 +278,22 @@ class Loader:
         return augment.normalise(mixture, self._strong_mean, self._strong_std, total)
 
     def _to_device(self, value: np.ndarray | Tensor) -> Tensor:
-        """To the device without making the host wait for it: that takes pinned memory."""
+        """To the device without a host wait, which needs pinned memory."""
         tensor = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
         return (tensor.pin_memory() if self._pinned else tensor).to(self.world.device, non_blocking=True)
 
     # -- what went wrong -----------------------------------------------------------------------------------
 
     def _mask_undecodable(self, parts: list[Part]) -> dict[int, str]:
-        """Mask and remember the bad pictures; returns those that should have counted."""
-        found: dict[int, str] = {}
+        """Set valid=0 for pictures that did not decode; returns those that would have counted."""
+        undecodable: dict[int, str] = {}
         for part in parts:
             index, valid = part.rows.index, part.rows.valid
             self.cut_short.update(int(index[row]) for row in part.cut_short)
-            found.update({int(index[row]): why for row, why in part.bad.items() if valid[row]})
+            undecodable.update({int(index[row]): why for row, why in part.bad.items() if valid[row]})
             valid[list(part.bad)] = 0
-        self.bad.update(found)
-        return found
+        self.bad.update(undecodable)
+        return undecodable
 
     def _too_many(self, failed: dict[int, str], n: int) -> UserError:
         some = "; ".join(f"sample {index}: {why}" for index, why in list(failed.items())[:3])

@@ -1,4 +1,4 @@
-"""Which rows of a pass a rank holds, micro-batch by micro-batch: the pure half of the loader."""
+"""Which samples of a pass a rank holds, micro-batch by micro-batch. Pure functions, no pictures."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class RankBatch:
 
     stream: int
     index: np.ndarray  # (B,) int64 samples
-    seen: np.ndarray  # (B,) int64 how often the sample came before in this stream
-    valid: np.ndarray  # (B,) float32, 0 for stand-ins
+    seen: np.ndarray  # (B,) int64 how often the sample came earlier in this stream
+    valid: np.ndarray  # (B,) float32, 0 for padding
     groups: np.ndarray  # (B,) int64 mixing groups, numbered through the global batch
-    held: tuple[int, ...]  # how many rows each rank holds, stand-ins included
+    held: tuple[int, ...]  # rows of each rank, padding included
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch: the main stream's rows, then those of the stream beside it, if there is one."""
+    """One micro-batch: rows of the main stream, then those of the second stream if there is one."""
 
     step: int
     share: float  # of the global batch, by rows over all ranks
@@ -37,16 +37,16 @@ class MicroBatch:
 
 
 class SampleStream:
-    """An order of samples and how it is cut. The one beside goes round as often as needed."""
+    """An order of samples and how it is cut into batches. The second stream repeats as often as needed."""
 
     def __init__(self, number: int, order: np.ndarray, batch: int, accumulate: int, mix_group: int) -> None:
         self.number, self.order, self.batch = number, np.asarray(order, np.int64), batch
         self.group = min(mix_group, max(1, batch // accumulate))  # a micro-batch holds at least one group
         self.seen = sampling.occurrence(self.order)
-        self.turn = int(self.seen.max(initial=0)) + 1  # by how much `seen` grows when the order goes round
+        self.turn = int(self.seen.max(initial=0)) + 1  # `seen` grows by this when the order repeats
 
     def positions(self, step: int) -> np.ndarray:
-        """Places of the global batch of this step; those beyond the end mean the next round."""
+        """Positions in the order of this step's global batch; positions beyond the end mean the next repetition."""
         if self.number == MAIN:
             cut = sampling.batch_rows(len(self.order), self.batch, step)
             return np.arange(cut.start, cut.stop)
@@ -62,10 +62,10 @@ class SampleStream:
         mine = slices[rank]
         place = np.arange(micro.start + mine.start, micro.start + mine.stop)  # rows of the global batch
         real = len(place)
-        if real < LEAST_ROWS:  # stand-ins that do not count
+        if real < LEAST_ROWS:  # padding that does not count
             place = np.concatenate([place, np.full(LEAST_ROWS - real, place[0] if real else micro.start)])
         groups = place // self.group
-        groups[real:] = self.groups(len(positions))  # a group of their own: nothing real mixes with them
+        groups[real:] = self.groups(len(positions))  # a group of their own: no real row mixes with them
         turns, at = np.divmod(positions[place], len(self.order))
         return RankBatch(
             self.number,
@@ -80,7 +80,7 @@ class SampleStream:
 def micro_batches(
     pass_: Pass, batch: int, accumulate: int, mix_group: int, rank: int, world: int, first_step: int = 0
 ) -> Iterator[MicroBatch]:
-    """All that `rank` does in a pass from `first_step` on; every rank gets equally many micro-batches."""
+    """The micro-batches of `rank` from `first_step` on. Every rank gets equally many."""
     batch = pass_.batch or batch
     streams = [SampleStream(MAIN, pass_.order, batch, accumulate, mix_group)]
     if pass_.beside is not None and len(pass_.beside):
@@ -97,7 +97,7 @@ def micro_batches(
 
 
 def survey_batches(rows: slice, batch: int) -> Iterator[MicroBatch]:
-    """A contiguous run of samples in index order, nothing padded."""
+    """Consecutive samples in index order, without padding."""
     for start in range(rows.start, rows.stop, batch):
         index = np.arange(start, min(start + batch, rows.stop))
         blank = np.zeros(len(index), np.int64)

@@ -2,7 +2,7 @@
 
 A global batch is cut into groups of consecutive rows. MicroBatch-batches and ranks take contiguous runs of whole
 groups, so the same groups exist for any number of ranks, and all ranks together give back the global batch.
-The state of a walk is (order_key, step): resuming is calling the same functions from that step on.
+The state of a pass is (order_key, step): resuming is calling the same functions from that step on.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeline.data.keyed_random import keyed_generator
 
-_SHUFFLED, _BALANCED = 1, 2  # keep the two kinds of order apart in the key space
+_SHUFFLED, _BALANCED = 1, 2  # part of the random key: the two kinds of order differ
 
 
 def shuffled(
@@ -28,7 +28,7 @@ def shuffled(
     """Every sample of 0..n-1 (or of the subset) once.
 
     With `window`, shards are shuffled, and samples only among `window` neighbouring shards of that order:
-    whoever walks it needs at most that many shards at hand.
+    a reader needs at most that many shards at a time.
     """
     rng = keyed_generator(seed, order_key, stream, 0, _SHUFFLED)
     if not window:
@@ -50,7 +50,7 @@ def shuffled(
 def balanced(given: np.ndarray, classes: int, seed: int, order_key: int, length: int, stream: int = 0) -> np.ndarray:
     """`length` samples in rounds; a round holds every class that has samples once, in random order.
 
-    Inside a class the members are walked in shuffled order, all of them before any comes again.
+    Inside a class the samples come in shuffled order, all of them before any is repeated.
     """
     rng = keyed_generator(seed, order_key, stream, 0, _BALANCED)
     members = [np.flatnonzero(given == k) for k in range(classes)]
@@ -58,16 +58,16 @@ def balanced(given: np.ndarray, classes: int, seed: int, order_key: int, length:
     if not members:
         return np.zeros(0, np.int64)
     rounds = -(-length // len(members))
-    walks = []
+    columns = []
     for member in members:
         cycles = np.tile(member, (-(-rounds // len(member)), 1))  # (cycles, members)
-        walks.append(rng.permuted(cycles, axis=1).ravel()[:rounds])
-    table = rng.permuted(np.stack(walks, 1), axis=1)  # (rounds, classes present)
+        columns.append(rng.permuted(cycles, axis=1).ravel()[:rounds])
+    table = rng.permuted(np.stack(columns, 1), axis=1)  # (rounds, classes present)
     return table.ravel()[:length]
 
 
 def occurrence(order: np.ndarray) -> np.ndarray:
-    """(n,) how often each sample stood in the order before: 0 at its first place, 1 at its second, ..."""
+    """(n,) how often each sample came earlier in the order: 0 at its first position, 1 at its second, ..."""
     by_sample = np.argsort(order, kind="stable")
     ranked = order[by_sample]
     place = np.arange(len(order))
@@ -78,12 +78,12 @@ def occurrence(order: np.ndarray) -> np.ndarray:
 
 
 def steps(n: int, batch: int) -> int:
-    """Global batches in a walk of n samples; the last may be short."""
+    """Global batches in a pass over n samples; the last may be short."""
     return -(-n // batch)
 
 
 def batch_rows(n: int, batch: int, step: int) -> slice:
-    """The rows of the walk in global batch `step`."""
+    """Positions of the order in global batch `step`."""
     return slice(min(n, step * batch), min(n, (step + 1) * batch))
 
 

@@ -1,14 +1,13 @@
-"""Who am I among the ranks, and the few things ranks say to each other.
+"""Which rank this process is, and the collectives the project uses.
 
-Every collective is called by every rank at the same moment. With one rank all of them are free.
+Every rank calls every collective, in the same order. With one rank they cost nothing.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -16,27 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.distributed.step_timer import StepTimer
+
 T = TypeVar("T")
-
-# When this rank first waited for the others since it set off. What it did until then is its own work; after a
-# collective all ranks are equally late, and nobody can tell who was slow.
-_arrival: list[float] = []
-
-
-def set_off() -> float:
-    _arrival.clear()
-    return time.monotonic()
-
-
-def arrive() -> None:
-    if not _arrival:
-        _arrival.append(time.monotonic())
-
-
-def arrived() -> float:
-    """The time of the first wait, or now if there was none."""
-    return _arrival[0] if _arrival else time.monotonic()
-
 
 CPU = torch.device("cpu")
 
@@ -47,6 +28,7 @@ class World:
     size: int = 1
     local_rank: int = 0
     device: torch.device = CPU
+    timer: StepTimer = field(default_factory=StepTimer, compare=False, repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -56,14 +38,14 @@ class World:
         """Sum over ranks, without gradient; a new tensor."""
         value = value.detach().clone()
         if self.size > 1:
-            arrive()
+            self.timer.mark_wait()
             dist.all_reduce(value)
         return value
 
     def all_reduce_max(self, value: Tensor) -> Tensor:
         value = value.detach().clone()
         if self.size > 1:
-            arrive()
+            self.timer.mark_wait()
             dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return value
 
@@ -83,7 +65,7 @@ class World:
         """
         if self.size == 1:
             return value
-        arrive()
+        self.timer.mark_wait()
         most = max(rows)
         padded = value
         if value.shape[0] < most:
@@ -93,7 +75,7 @@ class World:
         return torch.cat([part[:n] for part, n in zip(stacked, rows)])
 
     def broadcast_object(self, value: T | None) -> T:
-        """The lead's object on every rank."""
+        """Rank 0's object on every rank."""
         box: list[Any] = [value]
         if self.size > 1:
             dist.broadcast_object_list(box, src=0)
@@ -112,7 +94,7 @@ class World:
             dist.barrier()
 
     def rank_slice(self, n: int) -> slice:
-        """This rank's contiguous part of n things; no padding, no overlap."""
+        """This rank's contiguous part of n items, without padding or overlap."""
         return slice(n * self.rank // self.size, n * (self.rank + 1) // self.size)
 
     def rank_slice_sizes(self, n: int) -> list[int]:
@@ -120,7 +102,7 @@ class World:
 
 
 class _Gather(torch.autograd.Function):
-    """All ranks' tensors stacked; the gradient of a rank's tensor is summed over everybody who used it."""
+    """Tensors of all ranks, stacked. The gradient of a rank's tensor is summed over all ranks that used it."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, world: World) -> Tensor:  # type: ignore[override]
@@ -137,7 +119,7 @@ class _Gather(torch.autograd.Function):
 
 
 def init_distributed(device: str = "auto", timeout_seconds: float = 600.0) -> World:
-    """Join the other ranks, if torchrun (or anyone who sets its variables) started several."""
+    """Join the process group if torchrun (or anything that sets its variables) started several ranks."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))

@@ -10,8 +10,7 @@ from pipeline.methods.base import Method
 
 
 class BatchNormStats:
-    """Running statistics of batch normalisations: the same on all ranks after every step, and unchanged by a
-    step that was skipped."""
+    """Running means and variances: equal on all ranks after every step, unchanged by a step that was skipped."""
 
     def __init__(self, method: Method, world: World) -> None:
         layers = [m for m in method.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
@@ -21,18 +20,19 @@ class BatchNormStats:
         self.before: Tensor | None = None
 
     def snapshot(self) -> None:
-        """Called before every micro-batch; the first one after a step counts."""
+        """Called before every micro-batch; the first call after a step counts."""
         if self.tensors and self.before is None:
             self.before = torch.cat([t.flatten() for t in self.tensors])
 
     @torch.no_grad()
-    def commit(self, moved: Tensor | bool) -> None:
+    def commit(self, stepped: Tensor | bool) -> None:
+        """Average over ranks, or restore the snapshot if the optimiser did not step."""
         if self.before is None:
             return
         flat = torch.cat([t.flatten() for t in self.tensors])
         if self.shared:  # ranks saw only their own rows
             flat = self.world.all_reduce_sum(flat) / self.world.size
-        flat = torch.where(torch.as_tensor(moved, device=flat.device), flat, self.before)
+        flat = torch.where(torch.as_tensor(stepped, device=flat.device), flat, self.before)
         for tensor, part in zip(self.tensors, flat.split([t.numel() for t in self.tensors])):
             tensor.copy_(part.view_as(tensor))
         self.before = None

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.config import Config
 from pipeline.data.batch import Batch
-from pipeline.distributed.world import World, arrive
+from pipeline.distributed.world import World
 from pipeline.engines.batchnorm import BatchNormStats
 from pipeline.engines.parameters import trainable_parameters
 from pipeline.methods.base import Method, Stage
@@ -38,7 +38,7 @@ class TorchEngine:
         # Fused, because a fused step can be skipped on the device (found_inf) without asking the host.
         learn = [p for _, p in trainable_parameters(self.method)]
         optimizer = torch.optim.SGD(learn, optim.lr, optim.momentum, weight_decay=optim.weight_decay, fused=True)
-        for p in learn:  # a first momentum of zero is what SGD starts from; parts may join in a later stage
+        for p in learn:  # SGD starts from zero momentum; some parameters are trained only in a later stage
             optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
         return optimizer
 
@@ -52,7 +52,7 @@ class TorchEngine:
         self.set_trainable(stage.trainable)
 
     def set_trainable(self, prefixes: tuple[str, ...]) -> None:
-        """Let only the parameters under these prefixes learn. DDP must know: it waits for every gradient."""
+        """Train only the parameters with these prefixes. DDP must know, because it waits for every gradient."""
         if prefixes == self.prefixes:
             return
         first, self.prefixes = self.prefixes is None, prefixes
@@ -61,8 +61,8 @@ class TorchEngine:
             parameter.grad = None
         if self.world.size > 1:
             with warnings.catch_warnings():
-                # Beliefs are equal on all ranks by construction, large, and of types gloo cannot send: no
-                # sync of buffers, not even the first one that the newer name of this argument would bring.
+                # No broadcast of buffers: beliefs are equal on all ranks already, large, and of types gloo cannot send.
+                # The newer argument would still broadcast once.
                 warnings.simplefilter("ignore", FutureWarning)
                 self.wrapped = DistributedDataParallel(
                     self.method,
@@ -78,7 +78,7 @@ class TorchEngine:
         with self._sync(batch.last):
             with self.autocast:
                 losses = self.wrapped(batch)
-            arrive()  # the gradients of all ranks meet in the backward pass
+            self.world.timer.mark_wait()  # the gradients of all ranks meet in the backward pass
             self.scaler.scale(losses["loss"] * batch.share).backward()
         if batch.last:
             self._update(lr)
@@ -103,7 +103,7 @@ class TorchEngine:
         if self.scaler.is_enabled():
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        else:  # gradients are the same on all ranks after the all-reduce, and so is the verdict
+        else:  # gradients are equal on all ranks after the all-reduce, so all ranks decide alike
             self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -113,7 +113,7 @@ class TorchEngine:
     def nonfinite_steps(self) -> int:
         return int(self.nonfinite)
 
-    # -- state that knows neither ranks nor engines ----------------------------------------------------------
+    # -- state, independent of ranks and engine -------------------------------------------------------------
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         return {
@@ -126,7 +126,7 @@ class TorchEngine:
         return {name: self.optimizer.state[p]["momentum_buffer"] for name, p in trainable_parameters(self.method)}
 
     def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
-        for name, buffer in self._momentum().items():  # a part that has not learned yet may be missing
+        for name, buffer in self._momentum().items():  # parameters that were never trained may be missing
             buffer.copy_(state["momentum"][name]) if name in state["momentum"] else buffer.zero_()
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
@@ -139,7 +139,7 @@ class TorchEngine:
         self.method.load_state_dict(weights)
 
     def dummy_forward(self, look: Callable[[Tensor], Any]) -> None:
-        """Whole weights on every rank: nobody waits for a forward of ours."""
+        """Every rank has all weights: no rank waits for our forward."""
 
     def close(self) -> None:
         self.wrapped, self.prefixes = self.method, None

@@ -1,4 +1,4 @@
-"""One optimiser step on all ranks. The rest of the pipeline does not know who does it: DDP or DeepSpeed."""
+"""What the trainer asks of an engine: one optimiser step on all ranks, and state that fits any engine."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Engine(Protocol):
     def step(self, batch: Batch, lr: float) -> dict[str, Tensor]: ...
     def nonfinite_steps(self) -> int: ...
 
-    # All ranks call these together. What they give and take knows neither the number of ranks nor the engine.
+    # Called by all ranks together. The state depends neither on the number of ranks nor on the engine.
     def optimizer_state_dict(self) -> dict[str, Any]: ...
     def load_optimizer_state_dict(self, state: dict[str, Any]) -> None: ...
     def model_state_dict(self) -> dict[str, Tensor]: ...
     def load_model_state_dict(self, weights: dict[str, Tensor]) -> None: ...
 
     def dummy_forward(self, look: Callable[[Tensor], Any]) -> None:
-        """Called by a rank without pictures while others look at some."""
+        """Called by a rank that has no batch left while others run a forward pass."""
 
     def close(self) -> None:
-        """Leave the method with whole weights and free of the engine."""
+        """Leave the method as plain torch with complete weights."""

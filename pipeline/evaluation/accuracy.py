@@ -1,4 +1,4 @@
-"""Exact evaluation over all ranks: every test picture counts once, and only sums cross the ranks."""
+"""Exact evaluation over all ranks: every picture counts once, and ranks exchange only sums."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from pipeline.distributed.step_sync import StepSync
 from pipeline.distributed.world import World
-from pipeline.evaluation.metrics import accuracy, class_groups, group_accuracies
+from pipeline.evaluation.metrics import accuracy, group_accuracies
 from pipeline.methods.base import Method
+from shards.bias import class_groups
 
 
 @dataclass
@@ -21,7 +22,7 @@ class Evaluation:
     """Counts of one pass over labelled pictures, summed over ranks."""
 
     metrics: dict[str, float]
-    correct: np.ndarray  # (K,) of the head that counts
+    correct: np.ndarray  # (K,) of the main head
     total: np.ndarray  # (K,)
     confusion: np.ndarray  # (K,K) true by predicted
     marginal: dict[str, np.ndarray]  # head -> (K,) mean predicted probability (paper figure 2)
@@ -31,6 +32,7 @@ class Evaluation:
 @torch.no_grad()
 def evaluate(
     method: Method,
+    split: str,
     batches: Iterable[tuple[Tensor, Tensor]],
     labels: np.ndarray,
     clean_counts: np.ndarray,
@@ -39,9 +41,10 @@ def evaluate(
     autocast: torch.autocast,
     idle: Callable[[Callable[[Tensor], Any]], None] = lambda look: None,
 ) -> Evaluation:
-    """`batches` yields (index, images) of this rank's part; `labels` (n,) are those to be judged by.
+    """Metrics are named by their split: `{split}/top1`.
 
-    `idle` is told of every turn in which this rank has no pictures and others have (Engine.idle_forward).
+    `batches` yields (index, images) of this rank's part; `labels` (n,) are the labels to compare with.
+    `idle` is called in every turn in which this rank has no pictures and others have (Engine.dummy_forward).
     """
     classes = method.data.classes
     label_n = torch.from_numpy(labels.astype(np.int64)).to(world.device)
@@ -59,9 +62,9 @@ def evaluate(
         for head, score in scores.items():
             rows = counts.setdefault(head, _zeros(classes, world))
             _count(rows, score[known], label[known])
-    heads = next(filter(None, world.all_gather_object(list(counts))))  # a rank without pictures knows none
+    heads = next(filter(None, world.all_gather_object(list(counts))))  # a rank without pictures has none
     summed = {head: world.all_reduce_sum(counts.get(head, _zeros(classes, world))).cpu().numpy() for head in heads}
-    return _summarise(summed, class_groups(clean_counts))
+    return _summarise(split, summed, class_groups(clean_counts))
 
 
 def _zeros(classes: int, world: World) -> Tensor:
@@ -80,24 +83,27 @@ def _count(rows: Tensor, score_BK: Tensor, label_B: Tensor) -> None:
     rows[:, K + 2].index_add_(0, label_B, probability.gather(1, label_B[:, None])[:, 0])
 
 
-def _summarise(summed: dict[str, np.ndarray], groups: dict[str, np.ndarray]) -> Evaluation:
+def _summarise(split: str, summed: dict[str, np.ndarray], groups: dict[str, np.ndarray]) -> Evaluation:
     metrics: dict[str, float] = {}
     out: Evaluation | None = None
     for head, rows in summed.items():
         K = len(rows)
         confusion = rows[:, :K].round().astype(np.int64)
         correct, total = np.diag(confusion), confusion.sum(1)
-        if out is None:  # the first head is the one that counts
-            metrics |= {"test/top1": accuracy(correct, total), "test/top5": accuracy(rows[:, K], total)}
-            metrics |= {f"test/{name}": value for name, value in group_accuracies(correct, total, groups).items()}
+        if out is None:  # the first head is the main one
+            metrics |= _top(split, rows, correct, total)
+            metrics |= {f"{split}/{name}": value for name, value in group_accuracies(correct, total, groups).items()}
             out = Evaluation(metrics, correct, total, confusion, {})
         else:
-            metrics |= {f"test/{head}/top1": accuracy(correct, total), f"test/{head}/top5": accuracy(rows[:, K], total)}
+            metrics |= _top(f"{split}/{head}", rows, correct, total)
         marginal = rows[:, K + 1] / max(total.sum(), 1)
-        metrics[f"test/{head}/marginal_kl"] = float(
-            (marginal * np.log(np.maximum(marginal * K, 1e-300))).sum()
-        )  # KL from uniform
+        divergence = (marginal * np.log(np.maximum(marginal * K, 1e-300))).sum()  # KL from uniform
+        metrics[f"{split}/{head}/marginal_kl"] = float(divergence)
         out.marginal[head] = marginal
         out.confidence[head] = rows[:, K + 2] / np.maximum(total, 1)
     assert out is not None
     return out
+
+
+def _top(name: str, rows: np.ndarray, correct: np.ndarray, total: np.ndarray) -> dict[str, float]:
+    return {f"{name}/top1": accuracy(correct, total), f"{name}/top5": accuracy(rows[:, len(rows)], total)}

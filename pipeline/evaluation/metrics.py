@@ -1,4 +1,4 @@
-"""Numbers people compare: accuracy by group of classes, and how well wrong labels were found."""
+"""Accuracy by group of classes, and how well wrong labels were found."""
 
 from __future__ import annotations
 
@@ -7,15 +7,6 @@ import numpy as np
 from pipeline.methods.base import Beliefs
 
 GROUPS = ("many", "medium", "few")
-
-
-def class_groups(clean_counts: np.ndarray) -> dict[str, np.ndarray]:
-    """(K,) bool per group: more than 100, 20 to 100, fewer than 20 training samples (clean counts)."""
-    return {
-        "many": clean_counts > 100,
-        "medium": (clean_counts >= 20) & (clean_counts <= 100),
-        "few": clean_counts < 20,
-    }
 
 
 def accuracy(correct_K: np.ndarray, total_K: np.ndarray) -> float:
@@ -29,16 +20,16 @@ def group_accuracies(correct_K: np.ndarray, total_K: np.ndarray, groups: dict[st
     return {name: float(rate[member & seen].mean()) for name, member in groups.items() if (member & seen).any()}
 
 
-def detection(truth: np.ndarray, guess: np.ndarray) -> dict[str, float]:
-    """Precision, recall and F1 of a yes/no guess."""
-    hit = int((truth & guess).sum())
-    precision = hit / max(int(guess.sum()), 1)
+def detection(truth: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
+    """Precision, recall and F1 of a binary prediction."""
+    hit = int((truth & predicted).sum())
+    precision = hit / max(int(predicted.sum()), 1)
     recall = hit / max(int(truth.sum()), 1)
     return {"precision": precision, "recall": recall, "f1": 2 * precision * recall / max(precision + recall, 1e-12)}
 
 
 def area_under_curve(truth: np.ndarray, score: np.ndarray) -> float | None:
-    """Chance that a true one scores higher than a false one; None when there is only one kind."""
+    """ROC AUC: chance that a positive scores higher than a negative; None when one of the two is missing."""
     from scipy.stats import rankdata
 
     yes, no = int(truth.sum()), int((~truth).sum())
@@ -57,12 +48,12 @@ def cleaning_metrics(
     if beliefs.weight is not None:
         out["clean/mean_weight"] = float(beliefs.weight.mean())
     if beliefs.clean is not None:
-        guess = beliefs.clean.cpu().numpy()
-        out["clean/share"] = float(guess.mean())
+        clean = beliefs.clean.cpu().numpy()
+        out["clean/share"] = float(clean.mean())
         if beliefs.label is not None:
             label = beliefs.label.cpu().numpy()
             out["clean/relabelled"] = float((label != given).mean())
-            out["clean/doubtful"] = float((~guess & (label == given)).mean())
+            out["clean/doubtful"] = float((~clean & (label == given)).mean())
     for head, score in _scores(beliefs).items():
         for group, member in groups.items():
             if member[given].any():
@@ -72,15 +63,15 @@ def cleaning_metrics(
         return out
     right = given == true
     if beliefs.clean is not None:
-        for name, value in detection(right[known], guess[known]).items():
+        for name, value in detection(right[known], clean[known]).items():
             out[f"clean/{name}"] = value
-        for name, value in detection(~right[known], ~guess[known]).items():
+        for name, value in detection(~right[known], ~clean[known]).items():
             out[f"noisy/{name}"] = value
         for group, member in groups.items():
             rows = known & member[given]
             if rows.any():
-                out |= {f"clean/{name}_{group}": v for name, v in detection(right[rows], guess[rows]).items()}
-                out |= {f"noisy/{name}_{group}": v for name, v in detection(~right[rows], ~guess[rows]).items()}
+                out |= {f"clean/{name}_{group}": v for name, v in detection(right[rows], clean[rows]).items()}
+                out |= {f"noisy/{name}_{group}": v for name, v in detection(~right[rows], ~clean[rows]).items()}
     for head, score in _scores(beliefs).items():
         area = area_under_curve(right[known], score[known])
         if area is not None:
@@ -92,7 +83,7 @@ def cleaning_metrics(
     if beliefs.basis is not None:
         label, weight = (part.cpu().numpy() for part in beliefs.basis)
         held = weight[known].sum()
-        if held > 0:  # share of the class centres' weight that stands for the right class
+        if held > 0:  # share of the prototypes' weight that comes from samples of the right class
             out["prototype/purity"] = float(weight[known & (label == true)].sum() / held)
     if beliefs.label is not None:
         label = beliefs.label.cpu().numpy()
@@ -104,7 +95,7 @@ def cleaning_metrics(
     return out
 
 
-FIRST = "first"  # the head that counts, whatever a method calls it
+FIRST = "first"  # the main head, whatever a method calls it
 
 
 def _scores(beliefs: Beliefs) -> dict[str, np.ndarray]:

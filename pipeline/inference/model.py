@@ -1,7 +1,7 @@
 """A trained model as plain files, and the same files as an MLflow model.
 
 `model/` holds weights.safetensors and model.json (settings, classes, class counts): no pickle, nothing that
-can run. MLflow loads it through this module, so that in a fresh process with the package installed
+can run. MLflow loads it through pipeline.exported. In any process with the package installed
 
     mlflow.pyfunc.load_model("runs:/RUN_ID/model").predict(pandas.DataFrame({"image": [picture, ...]}))
 
@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,9 +35,6 @@ from shards.base.errors import UserError
 from shards.base.redact import redact_all
 from shards.base.settings import Settings, merge, validate
 
-if TYPE_CHECKING:
-    pass
-
 WEIGHTS, MODEL_INFO, FORMAT = "weights.safetensors", "model.json", 1
 LARGE = 1 << 20
 MOST_SAMPLES = 1 << 31
@@ -47,20 +44,20 @@ Picture = bytes | memoryview | np.ndarray
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the model says of one picture, or why it says nothing."""
+    """The scores of one picture, or why there are none."""
 
-    scores: np.ndarray | None  # (K,) probabilities of the head that counts
+    scores: np.ndarray | None  # (K,) probabilities of the main head
     problem: str = ""
 
 
 class Model:
-    """A method with its weights, ready to judge pictures."""
+    """A method with its weights, ready for inference."""
 
     def __init__(
         self, config: Config, classes: Sequence[str], clean_counts: Sequence[int], method: Method, partial: bool = False
     ) -> None:
         self.config, self.classes, self.method = config, list(classes), method.eval()
-        self.partial = partial  # it does not remember its training samples: of its heads only the first is whole
+        self.partial = partial  # without its per-sample state: only the main head is complete
         self.clean_counts = np.asarray(clean_counts, np.int64)  # of the training set: many, medium, few
         self.views = Views(config.data)
         self.device = method.world.device
@@ -85,15 +82,13 @@ class Model:
 
     @torch.no_grad()
     def scores(self, images: Tensor) -> np.ndarray:
-        """(B,K) probabilities of the head that counts."""
+        """(B,K) probabilities of the main head."""
         with self.autocast:
             score = next(iter(self.method.scores(images).values()))
         return score.float().softmax(1).cpu().numpy()
 
     def predict(self, pictures: Iterable[Picture]) -> Iterator[Prediction]:
-        """One answer per picture, in order, a batch at a time; a picture that cannot be read is told, not
-        fatal.
-        """
+        """One prediction per picture, in order, computed in batches. A picture that cannot be read gets a `problem`."""
         waiting: list[tuple[np.ndarray | None, str]] = []
         for picture in pictures:
             try:
@@ -118,9 +113,7 @@ class Model:
 def export_model(
     method: Method, config: Config, classes: Sequence[str], clean_counts: Sequence[int], folder: Path
 ) -> Path:
-    """Write the model into `folder`; what the method remembers of single training samples stays out if it
-    is large.
-    """
+    """Write the model into `folder`. Large per-sample buffers of the method are left out."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -132,7 +125,7 @@ def export_model(
     }
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in method.state_dict().items()}
     save_file({name: value for name, value in tensors.items() if name not in by_sample}, folder / WEIGHTS)
-    facts = {
+    info = {
         "format": FORMAT,
         "config": redact_all(config.model_dump(mode="json")),
         "classes": list(classes),
@@ -140,7 +133,7 @@ def export_model(
         "clean_counts": [int(count) for count in clean_counts],
         "left_out": sorted(by_sample),
     }
-    (folder / MODEL_INFO).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    (folder / MODEL_INFO).write_text(json.dumps(info, indent=1) + "\n", encoding="utf-8")
     return folder
 
 
@@ -163,20 +156,20 @@ def load_exported(folder: Path, device: torch.device | None = None) -> Model:
         tree = json.loads((folder / MODEL_INFO).read_text(encoding="utf-8"))
         if not isinstance(tree, dict) or tree.get("format") != FORMAT:
             raise ValueError(f"{MODEL_INFO} is not of format {FORMAT}")
-        facts = validate(ModelInfo, tree, str(folder / MODEL_INFO))
-        if not len(facts.classes) == len(facts.given_counts) == len(facts.clean_counts or facts.classes):
+        info = validate(ModelInfo, tree, str(folder / MODEL_INFO))
+        if not len(info.classes) == len(info.given_counts) == len(info.clean_counts or info.classes):
             raise ValueError(f"{MODEL_INFO} does not count every class")
-        if sum(facts.given_counts) > MOST_SAMPLES:
+        if sum(info.given_counts) > MOST_SAMPLES:
             raise ValueError(f"{MODEL_INFO} counts more samples than there can be")
         tensors = load_file(folder / WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"{folder} does not hold a whole model ({error}). Take another copy of it.") from None
-    given, counts = placeholder_labels(facts.given_counts), facts.clean_counts or facts.given_counts
-    return restore(facts.config, facts.classes, given, counts, tensors, device, set(facts.left_out))
+        raise UserError(f"{folder} does not hold a complete model ({error}). Take another copy of it.") from None
+    given, counts = placeholder_labels(info.given_counts), info.clean_counts or info.given_counts
+    return restore(info.config, info.classes, given, counts, tensors, device, set(info.left_out))
 
 
 def placeholder_labels(given_counts: Sequence[int]) -> np.ndarray:
-    """Labels with the right counts, for a model whose training set is not at hand."""
+    """Labels with the right counts, for a model whose training set is not available."""
     return np.repeat(np.arange(len(given_counts), dtype=np.int32), given_counts)
 
 
@@ -190,8 +183,8 @@ def restore(
     left_out: set[str] | None = None,
     position: dict[str, Any] | None = None,
 ) -> Model:
-    """The model from its settings and weights, at the end of its training or where `position` says; neither the
-    shards nor a file of pretrained weights is needed.
+    """The model from its settings and weights, at the end of its training or at `position`. Needs neither the shards
+    nor a file of pretrained weights.
     """
     tree = merge(upgrade_config(config_tree), {"model": {"pretrained": "", "compile": False}})
     config = validate(Config, tree, "this model")
@@ -210,7 +203,7 @@ def restore(
 
 
 def _last_epoch(method: Method, position: dict[str, Any] | None) -> tuple[int, int]:
-    """(stage, epoch) that was entered last."""
+    """(stage, epoch) that was started last."""
     stages = method.stages()
     if position is None or position["stage"] >= len(stages):
         return len(stages) - 1, max(stages[-1].epochs, 1) - 1

@@ -1,4 +1,4 @@
-"""Opening a RUN: an output folder, a checkpoint, an MLflow run id or an MLflow model, whatever is at hand."""
+"""Open a RUN: an output folder, a checkpoint, an MLflow run id or an MLflow model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _first_few(names: list[str]) -> str:
 
 
 def where(run: str, url: str, own: str) -> str:
-    """Of the shards: what the command was told, else the run's own, which may be elsewhere now."""
+    """Where the shards are: the given URL, else the run's own, if they are still there."""
     if url:
         return url
     try:
@@ -63,8 +63,8 @@ def where(run: str, url: str, own: str) -> str:
 def open_run(run: str, uri: str = "", best: bool = False, shards: str = "", own_labels: bool = False) -> OpenedRun:
     """The model of a run. `best`: of the best checkpoint instead of the newest.
 
-    `own_labels`: what the method believes of single samples is wanted, so the training labels must be the
-    real ones, from the run's shards or from `shards`.
+    `own_labels`: load the training labels too, from the run's shards or from `shards`; beliefs about single samples
+    need them.
     """
     if _RUN_ID.fullmatch(run) and not Path(run).exists():
         return _mlflow_run(run, tracking_uri(uri), best, shards, own_labels)
@@ -106,7 +106,7 @@ def _checkpoint(run: str, loaded: Loaded, shards: str, own_labels: bool) -> Open
 
 
 def _run_id_of_summary(run: Path) -> str:
-    """The run id from the summary: a short run has saved its last checkpoint before MLflow answered."""
+    """The run id from the summary: a short run saves its last checkpoint before MLflow has answered."""
     for folder in (run, *run.parents[:2]):
         if (folder / "summary.json").is_file():
             return json.loads((folder / "summary.json").read_text(encoding="utf-8")).get("run_id") or ""
@@ -114,13 +114,13 @@ def _run_id_of_summary(run: Path) -> str:
 
 
 def _mlflow_run(run_id: str, uri: str, best: bool, shards: str, own_labels: bool) -> OpenedRun:
-    """By the run's own checkpoints where they can be reached, else by the model it logged, which knows no
-    single sample but can still judge them all."""
+    """From the run's checkpoints where they can be read, else from the model it logged, which has no per-sample
+    state."""
     from mlflow import MlflowException
 
-    from pipeline.tracking.mlflow_sync import JOB_TAG, asking
+    from pipeline.tracking.mlflow_sync import JOB_TAG, mlflow_client
 
-    with asking(uri) as client:
+    with mlflow_client(uri) as client:
         try:
             run = client.get_run(run_id)
         except MlflowException as error:
@@ -131,7 +131,7 @@ def _mlflow_run(run_id: str, uri: str, best: bool, shards: str, own_labels: bool
         place = run.data.params.get(key, "")
         try:
             loaded = read_checkpoint(place, best) if place else None
-        except UserError:  # on another machine, or tidied away
+        except UserError:  # on another machine, or removed
             continue
         # The same path may hold another run's checkpoints here.
         if loaded and loaded.tree.get("tracking", {}).get("job") == run.data.tags.get(JOB_TAG):
@@ -146,19 +146,19 @@ def _mlflow_model(address: str, uri: str) -> OpenedRun:
 
     import mlflow
 
-    from pipeline.tracking.mlflow_sync import asking
+    from pipeline.tracking.mlflow_sync import mlflow_client
 
     with tempfile.TemporaryDirectory() as folder:
-        with asking(uri):
+        with mlflow_client(uri):
             try:
                 mlflow.artifacts.download_artifacts(address, dst_path=folder)
             except (mlflow.MlflowException, OSError) as error:
                 raise UserError(
                     f"The model {address} cannot be fetched from {redact(uri)}: {one_line(error)}."
                 ) from None
-        found = next(Path(folder).rglob(MODEL_INFO), None)
-        if found is None:
+        info = next(Path(folder).rglob(MODEL_INFO), None)
+        if info is None:
             raise UserError(f"{address} is not a model of this project.")
-        about = next(Path(folder).rglob("MLmodel"), None)
-        run_id = mlflow.models.Model.load(str(about)).run_id if about else ""
-        return replace(_exported(found.parent, address), run_id=run_id or "")
+        description = next(Path(folder).rglob("MLmodel"), None)
+        run_id = mlflow.models.Model.load(str(description)).run_id if description else ""
+        return replace(_exported(info.parent, address), run_id=run_id or "")

@@ -1,4 +1,4 @@
-"""The exported model as MLflow loads it: pictures in, a table of answers out."""
+"""The exported model as MLflow loads it: pictures in, a table of predictions out."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class PyfuncModel:
 
         pictures = model_input["image"] if isinstance(model_input, pd.DataFrame) else model_input
         rows = []
-        for answer in self.model.predict(pictures):
-            best = -1 if answer.scores is None else int(answer.scores.argmax())
+        for prediction in self.model.predict(pictures):
+            best = -1 if prediction.scores is None else int(prediction.scores.argmax())
             rows.append(
                 {
                     "label": self.model.classes[best] if best >= 0 else "",
                     "class": best,
-                    "score": float(answer.scores[best]) if answer.scores is not None else float("nan"),
-                    "scores": answer.scores.astype(float).tolist() if answer.scores is not None else [],
-                    "problem": answer.problem,
+                    "score": float(prediction.scores[best]) if prediction.scores is not None else float("nan"),
+                    "scores": prediction.scores.astype(float).tolist() if prediction.scores is not None else [],
+                    "problem": prediction.problem,
                 }
             )
         return pd.DataFrame(rows, columns=["label", "class", "score", "scores", "problem"])

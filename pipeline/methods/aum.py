@@ -16,8 +16,8 @@ from pipeline.config import Config
 from pipeline.data.batch import Batch, Pass, TrainingSet
 from pipeline.data.keyed_random import keyed_generator
 from pipeline.distributed.world import World
-from pipeline.methods import options
 from pipeline.methods.base import Beliefs, OneNetwork, Stage
+from pipeline.methods.options import AUMOptions
 from pipeline.methods.parts.losses import cross_entropy
 from pipeline.methods.parts.per_sample import add_by_index
 from pipeline.methods.parts.survey import Survey
@@ -58,7 +58,7 @@ def select_clean(margin_NR: Tensor, fake_NR: Tensor, given_N: Tensor, percentile
     return keep | (left[given_N] == 0), threshold_R
 
 
-class AUM(OneNetwork):
+class AUM(OneNetwork[AUMOptions]):
     sums: Tensor  # (N,R) margins summed over epochs
     seen: Tensor  # (N,R) in how many epochs
     fake: Tensor  # (N,R) bool
@@ -68,8 +68,6 @@ class AUM(OneNetwork):
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__(config, data, world)
-        assert isinstance(config.method, options.AUM)
-        self.options = config.method
         self.runs = nn.ModuleList(Network(config.model, data.classes + 1) for _ in range(RUNS))
         self.register_buffer("sums", torch.zeros(len(data), RUNS))
         self.register_buffer("seen", torch.zeros(len(data), RUNS))
@@ -133,6 +131,7 @@ class AUM(OneNetwork):
     def scores(self, images: Tensor) -> dict[str, Tensor]:
         return {"linear": self.eval_network(images)[1][:, : self.data.classes].float()}
 
+    @property
     def beliefs(self) -> Beliefs | None:
         if not self.decided:
             return None

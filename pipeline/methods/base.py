@@ -7,14 +7,20 @@ parameters, so that a checkpoint of the module is a checkpoint of the method.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Generic, cast
 
 from torch import Tensor, nn
+from typing_extensions import TypeVar
 
 from pipeline.config import Config, OptimConfig
 from pipeline.data.batch import Batch, Pass, TrainingSet
 from pipeline.distributed.world import World
 from pipeline.methods.parts.survey import Survey
 from pipeline.models.network import Average, Network, unit
+from shards.base.settings import Settings
+
+# Covariant: a Method[LDAMOptions] is a Method, and plain `Method` means Method[Settings].
+Options = TypeVar("Options", bound=Settings, default=Settings, covariant=True)
 
 
 @dataclass(frozen=True)
@@ -44,12 +50,13 @@ class Beliefs:
     extra: dict[str, float] = field(default_factory=dict)  # scalars worth a curve, e.g. the threshold
 
 
-class Method(nn.Module):
-    """Networks, beliefs and losses of one method."""
+class Method(nn.Module, Generic[Options]):
+    """Networks, beliefs and losses of one method, with its options."""
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__()
         self.config, self.data, self.world = config, data, world
+        self.options = cast(Options, config.method)  # load_method pairs the class with the options
         self.stage = 0
         self.epoch = 0
 
@@ -107,11 +114,13 @@ class Method(nn.Module):
 
     # -- what it believes ------------------------------------------------------------------------------------------
 
+    @property
     def beliefs(self) -> Beliefs | None:
+        """What is believed in this epoch. Reading changes nothing; what is no buffer is unknown after a restart."""
         return None
 
 
-class OneNetwork(Method):
+class OneNetwork(Method[Options]):
     """A method with one network and, if asked for, a moving average of it that does the judging."""
 
     def __init__(

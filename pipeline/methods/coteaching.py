@@ -12,8 +12,8 @@ from torch import Tensor
 from pipeline.config import Config
 from pipeline.data.batch import Batch, TrainingSet
 from pipeline.distributed.world import World
-from pipeline.methods import options
 from pipeline.methods.base import Beliefs
+from pipeline.methods.options import CoTeachingOptions
 from pipeline.methods.parts.gaussian_mixture import Fit, posterior_by_class
 from pipeline.methods.parts.losses import sample_losses
 from pipeline.methods.parts.per_sample import rank_in_batch, update_by_index
@@ -22,15 +22,13 @@ from pipeline.methods.two_networks import TwoNetworks
 from pipeline.process.log import log
 
 
-class CoTeaching(TwoNetworks):
+class CoTeaching(TwoNetworks[CoTeachingOptions]):
     noise: Tensor  # share of samples to leave out in the end
     kept: Tensor  # (N,) float32: by how many of the networks, when it was last seen
     score: Tensor  # (N,) float32: mean confidence of the networks in the given label, when it was last seen
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__(config, data, world)
-        assert isinstance(config.method, options.CoTeaching)
-        self.options = config.method
         self.register_buffer("noise", torch.tensor(self.options.noise_rate or 0.0))
         self.register_buffer("kept", torch.full((len(data),), 2.0))
         self.register_buffer("score", torch.ones(len(data)))
@@ -87,6 +85,7 @@ class CoTeaching(TwoNetworks):
         count = torch.floor((1 - self.left_out) * total + 1e-4).clamp_min(1)
         return (place < count).float() * batch.valid
 
+    @property
     def beliefs(self) -> Beliefs:
         return Beliefs(
             weight=self.kept / 2,

@@ -6,10 +6,11 @@ from torch import Tensor
 
 from pipeline.data.batch import Batch
 from pipeline.methods.base import OneNetwork
+from pipeline.methods.options import CrossEntropyOptions
 from pipeline.methods.parts.losses import cross_entropy
 
 
-class CrossEntropy(OneNetwork):
+class CrossEntropy(OneNetwork[CrossEntropyOptions]):
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         _, logits = self.network(batch.views["weak"])
         loss = cross_entropy(logits, batch.label, batch.valid, self.world)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from pipeline.config import Config
 from pipeline.data.batch import Batch, Pass, TrainingSet
 from pipeline.distributed.world import World
-from pipeline.methods import options
 from pipeline.methods.base import OneNetwork, Stage
 from pipeline.methods.cross_entropy import CrossEntropy
+from pipeline.methods.options import CRTOptions, NCMOptions
 from pipeline.methods.parts.losses import cross_entropy
 from pipeline.methods.parts.prototypes import class_sums
 from pipeline.methods.parts.survey import Survey
@@ -25,13 +25,11 @@ REPRESENTATION, CLASSIFIER = 0, 1
 FAR = -1e4  # score of a class without samples; squared distances of unit vectors end at -4
 
 
-class CRT(OneNetwork):
+class CRT(OneNetwork[CRTOptions]):
     retrained: Tensor  # bool: whether the second classifier is in charge
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__(config, data, world)
-        assert isinstance(config.method, options.CRT)
-        self.options = config.method
         self.balanced = nn.Linear(self.network.features, data.classes)
         self.register_buffer("retrained", torch.zeros((), dtype=torch.bool))
 
@@ -93,6 +91,7 @@ def normalize_features(features_BD: Tensor, centre_D: Tensor) -> Tensor:
 class NCM(CrossEntropy):
     """Cross-entropy training; the class means are taken anew after every epoch."""
 
+    options: NCMOptions
     centre: Tensor  # (D,) mean feature
     means: Tensor  # (K,D) means of centred unit features, not brought to length one again
     present: Tensor  # (K,) bool

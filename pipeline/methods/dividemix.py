@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from pipeline.config import Config
 from pipeline.data.batch import Batch, Pass, TrainingSet
 from pipeline.distributed.world import World
-from pipeline.methods import options
 from pipeline.methods.base import Beliefs
+from pipeline.methods.options import DivideMixOptions
 from pipeline.methods.parts import mixup
 from pipeline.methods.parts.gaussian_mixture import Fit, normalised, posterior, sharpen
 from pipeline.methods.parts.losses import cross_entropy, sample_losses, soft_cross_entropy
@@ -35,7 +35,7 @@ MIX_COEFFICIENT, MIX_PARTNER = 1, 2  # purposes of random numbers
 LABELLED, UNLABELLED = 0, 1  # streams of a pass
 
 
-class DivideMix(TwoNetworks):
+class DivideMix(TwoNetworks[DivideMixOptions]):
     belief: Tensor  # (2,N) chance that a given label is right, by each network
     refined: Tensor  # (N,) the given label, or what both networks say where it is not believed
     past: Tensor  # (2,E,N) normalised losses of the last E epochs, the newest first
@@ -43,8 +43,6 @@ class DivideMix(TwoNetworks):
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__(config, data, world)
-        assert isinstance(config.method, options.DivideMix)
-        self.options = config.method
         kind = torch.int16 if data.classes < 2**15 else torch.int32
         self.register_buffer("belief", torch.ones(2, len(data)))
         self.register_buffer("refined", torch.from_numpy(data.given).to(kind))
@@ -110,6 +108,7 @@ class DivideMix(TwoNetworks):
     def _clean(self) -> Tensor:
         return self.belief.mean(0) > self.options.threshold
 
+    @property
     def beliefs(self) -> Beliefs | None:
         if not self.dividing:
             return None
@@ -127,7 +126,8 @@ class DivideMix(TwoNetworks):
 
     def _warmup_pass(self, n: int) -> Pass:
         batch = self.options.warmup_batch * self.data.batch
-        return Pass(self.data.shuffled(self.order_key(n)), batch=batch, trainable=self.trained_parameters(n))
+        order = self.data.shuffled(self.order_key(n))
+        return Pass(order, batch=batch, trainable=self.trained_parameters(n), learner=n)
 
     def _divided_pass(self, n: int) -> Pass:
         """The peer's beliefs decide. All batches are full, so both streams have equal rows and groups."""
@@ -136,7 +136,7 @@ class DivideMix(TwoNetworks):
         rest = self.data.shuffled(self.order_key(n), np.flatnonzero(~kept), UNLABELLED)
         order = np.resize(labelled, -(-len(labelled) // self.data.batch) * self.data.batch)
         beside = rest if len(rest) else None
-        return Pass(order, ("weak", "weak2"), beside=beside, trainable=self.trained_parameters(n))
+        return Pass(order, ("weak", "weak2"), beside=beside, trainable=self.trained_parameters(n), learner=n)
 
     @property
     def unlabelled_weight(self) -> float:
@@ -146,7 +146,7 @@ class DivideMix(TwoNetworks):
         return self.options.unlabelled * min(max(done, 0.0), 1.0)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        n = batch.key[1] % 8  # the order_key ends with the number of the pass, which is the network's
+        n = batch.learner
         if not self.dividing:
             return self.warmup_losses(n, batch)
         streams = [batch] if batch.beside is None else [batch, batch.beside]

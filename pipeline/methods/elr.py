@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from pipeline.config import Config
 from pipeline.data.batch import Batch, TrainingSet
 from pipeline.distributed.world import World
-from pipeline.methods import options
 from pipeline.methods.base import Beliefs, OneNetwork
+from pipeline.methods.options import ELROptions, ELRPlusOptions
 from pipeline.methods.parts import mixup
 from pipeline.methods.parts.losses import cross_entropy, soft_cross_entropy
 from pipeline.methods.parts.per_sample import update_by_index
@@ -48,13 +48,11 @@ def remembered(memory_NK: Tensor, data: TrainingSet) -> Beliefs:
     return Beliefs(label=label, clean=label == given, score=memory_NK.gather(1, given[:, None])[:, 0])
 
 
-class ELR(OneNetwork):
+class ELR(OneNetwork[ELROptions]):
     memory: Tensor  # (N,K)
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__(config, data, world)
-        assert isinstance(config.method, options.ELR)
-        self.options = config.method
         self.register_buffer("memory", torch.zeros(len(data), data.classes))
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
@@ -66,23 +64,26 @@ class ELR(OneNetwork):
         elr = regulariser(predicted, self.memory[batch.index], batch.valid, self.world)
         return {"loss": ce + self.options.strength * elr, "ce": ce, "elr": elr}
 
+    @property
     def beliefs(self) -> Beliefs:
         return remembered(self.memory, self.data)
 
 
-class ELRPlus(TwoNetworks):
+class ELRPlus(TwoNetworks[ELRPlusOptions]):
     """Each network's memory is made by the averaged weights of its peer, on pictures that are not mixed."""
 
     memory: Tensor  # (N,2,K)
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
-        assert isinstance(config.method, options.ELRPlus)
         if config.model.ema:
             raise UserError("elr_plus averages its weights itself (method.ema). Leave model.ema out.")
-        super().__init__(config, data, world, decay=config.method.ema)
-        self.options = config.method
+        super().__init__(config, data, world)
         self.register_buffer("memory", torch.zeros(len(data), 2, data.classes))
         self.steps = 0  # done so far: (epoch, step) determine it
+
+    @property
+    def average_decay(self) -> float:
+        return self.options.ema
 
     def eval_network(self, number: int) -> Network:
         """The networks themselves: the averages only teach."""
@@ -116,7 +117,7 @@ class ELRPlus(TwoNetworks):
 
     def _steps(self, batch: Batch) -> int:
         per_epoch = -(-len(self.data) // self.data.batch)
-        return self.epoch * per_epoch + batch.key[-1]
+        return self.epoch * per_epoch + batch.step
 
     def _rising(self, part: float) -> float:
         """From almost 0 to 1 over this part of the training."""
@@ -134,5 +135,6 @@ class ELRPlus(TwoNetworks):
             average.decay = decay  # type: ignore[assignment]
         super().after_step()
 
+    @property
     def beliefs(self) -> Beliefs:
         return remembered(self.memory.mean(1), self.data)

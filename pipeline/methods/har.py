@@ -22,9 +22,9 @@ from pipeline.data import sampling
 from pipeline.data.batch import Batch, Pass, TrainingSet
 from pipeline.data.keyed_random import keyed_generator
 from pipeline.distributed.world import World
-from pipeline.methods import options
 from pipeline.methods.base import OneNetwork, Stage
 from pipeline.methods.ldam import class_weights
+from pipeline.methods.options import HAROptions
 from pipeline.methods.parts.losses import cross_entropy, sample_losses
 from pipeline.methods.parts.survey import Survey
 from pipeline.models.network import Network
@@ -51,14 +51,12 @@ def class_strengths(
     return (raw / raw.max().clamp_min(1e-12)).float()
 
 
-class HAR(OneNetwork):
+class HAR(OneNetwork[HAROptions]):
     strengths: Tensor  # (K,)
     probed: Tensor  # bool: whether the main network is in charge
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__(config, data, world)
-        assert isinstance(config.method, options.HAR)
-        self.options = config.method
         _refuse_what_has_no_second_gradient(config, world)
         self.probe = Network(config.model, data.classes)
         self.held = halves(data)

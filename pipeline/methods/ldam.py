@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from pipeline.config import Config
 from pipeline.data.batch import Batch, TrainingSet
 from pipeline.distributed.world import World
-from pipeline.methods import options
 from pipeline.methods.base import OneNetwork
+from pipeline.methods.options import LDAMDRWOptions, LDAMOptions
 from pipeline.methods.parts.losses import cross_entropy
 from pipeline.models.precision import full_precision
 
@@ -42,14 +42,12 @@ def margin_logits(cosine_BK: Tensor, label_B: Tensor, margins_K: Tensor, scale: 
     return scale * (cosine_BK - handicap)
 
 
-class LDAM(OneNetwork):
+class LDAM(OneNetwork[LDAMOptions]):
     margins: Tensor  # (K,)
     weights: Tensor  # (K,)
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__(config, data, world, cosine=True)
-        assert isinstance(config.method, options.LDAM)
-        self.options = config.method
         self.register_buffer("margins", class_margins(data.counts, self.options.max_margin))
         self.register_buffer("weights", torch.ones(data.classes))
 
@@ -65,9 +63,10 @@ class LDAM(OneNetwork):
 
 
 class LDAMDRW(LDAM):
+    options: LDAMDRWOptions
+
     def set_epoch(self, stage: int, epoch: int) -> None:
         super().set_epoch(stage, epoch)
-        assert isinstance(self.options, options.LDAMDRW)
         late = epoch >= round(self.options.reweight_start * self.config.train.epochs)
         self.weights.copy_(
             class_weights(self.data.counts, self.options.beta) if late else torch.ones(self.data.classes)

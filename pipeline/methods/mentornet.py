@@ -12,8 +12,8 @@ from torch import Tensor
 from pipeline.config import Config
 from pipeline.data.batch import Batch, TrainingSet
 from pipeline.distributed.world import World
-from pipeline.methods import options
 from pipeline.methods.base import Beliefs, OneNetwork
+from pipeline.methods.options import MentorNetOptions
 from pipeline.methods.parts import mixup
 from pipeline.methods.parts.losses import sample_losses
 from pipeline.methods.parts.per_sample import update_by_index
@@ -36,15 +36,13 @@ def quantile(values_G: Tensor, valid_G: Tensor, part: float) -> Tensor:
     return torch.where(last >= 0, found, 0)
 
 
-class MentorNet(OneNetwork):
+class MentorNet(OneNetwork[MentorNetOptions]):
     moving: Tensor  # moving percentile of the losses; infinite before the first step
     weight: Tensor  # (N,) when the sample was last seen
     score: Tensor  # (N,) confidence in the given label, when it was last seen
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__(config, data, world)
-        assert isinstance(config.method, options.MentorNet)
-        self.options = config.method
         self.register_buffer("moving", torch.tensor(torch.inf))
         self.register_buffer("weight", torch.ones(len(data)))
         self.register_buffer("score", torch.ones(len(data)))
@@ -95,5 +93,6 @@ class MentorNet(OneNetwork):
             return (beyond <= 0).float()
         return (1 - beyond / self.options.soft_width).clamp(0, 1)
 
+    @property
     def beliefs(self) -> Beliefs:
         return Beliefs(weight=self.weight, clean=self.weight >= 1, score=self.score)

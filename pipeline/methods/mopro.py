@@ -16,8 +16,8 @@ from pipeline.config import Config
 from pipeline.data import sampling
 from pipeline.data.batch import Batch, Pass, TrainingSet
 from pipeline.distributed.world import World
-from pipeline.methods import options
 from pipeline.methods.base import Beliefs, Stage
+from pipeline.methods.options import MoProOptions
 from pipeline.methods.parts.losses import cross_entropy, prototype_logits
 from pipeline.methods.parts.survey import Survey
 from pipeline.methods.prototype_method import PrototypeMethod
@@ -28,7 +28,7 @@ from shards.base.errors import UserError
 MAIN, RETRAIN = 0, 1
 
 
-class MoPro(PrototypeMethod):
+class MoPro(PrototypeMethod[MoProOptions]):
     """A prototype is zero until its class was seen."""
 
     queue: Tensor  # (Q+1,D) keys; the last row takes what must not be kept
@@ -40,8 +40,6 @@ class MoPro(PrototypeMethod):
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__(config, data, world)
-        assert isinstance(config.method, options.MoPro)
-        self.options = config.method
         if self.options.queue < config.data.batch:
             raise UserError(
                 f"method.queue={self.options.queue} cannot hold the keys of one step; set it to data.batch="
@@ -101,6 +99,7 @@ class MoPro(PrototypeMethod):
         sure, kept = top > self.options.relabel_above, score > 1 / soft.shape[1]
         return torch.where(sure, likeliest, given), kept.float(), (kept | sure).float(), score
 
+    @property
     def beliefs(self) -> Beliefs | None:
         """What the steps of the last epoch found; believed is a label neither doubted nor changed."""
         if self.stage == MAIN and self.epoch <= self.first_cleaning:

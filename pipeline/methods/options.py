@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from shards.base.settings import Settings
+from shards.base.settings import NoEffect, Settings
 
 if TYPE_CHECKING:
     from pipeline.methods.base import Method
@@ -19,14 +19,14 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]  # a bound that certainty passes
 
 
-class CrossEntropy(Settings):
+class CrossEntropyOptions(Settings):
     """Plain softmax cross-entropy on the given labels."""
 
     code: ClassVar[str] = "cross_entropy:CrossEntropy"
     name: Literal["cross_entropy"] = "cross_entropy"
 
 
-class Prototypical(Settings):
+class PrototypicalOptions(Settings):
     """Prototypical Classifier: prototypes, dynamic threshold, refined labels, sample weights."""
 
     code: ClassVar[str] = "prototypical:Prototypical"
@@ -54,10 +54,10 @@ class Prototypical(Settings):
     min_score: NonNegativeFloat = Field(0.0, description="drop samples whose largest score is not above this (0.02 in the released CIFAR-100 config)")
     cleaning: bool = Field(True, description="false: clean-data variant, no refinement, all weights 1")
     stale_prototypes: bool = Field(False, description="evaluate with the prototypes of the epoch's start, as the released code does; both are logged")
-    neighbour_block: PositiveInt = Field(1024, description="rows per block of the neighbour search; bounds its memory")
+    neighbour_block: NoEffect[PositiveInt] = Field(1024, description="rows per block of the neighbour search; bounds its memory")
 
 
-class LDAM(Settings):
+class LDAMOptions(Settings):
     """Label-distribution-aware margins: rarer classes must win by more."""
 
     code: ClassVar[str] = "ldam:LDAM"
@@ -66,7 +66,7 @@ class LDAM(Settings):
     scale: PositiveFloat = Field(30.0, description="factor on the cosines")
 
 
-class LDAMDRW(LDAM):
+class LDAMDRWOptions(LDAMOptions):
     """LDAM with deferred re-weighting of the classes."""
 
     code: ClassVar[str] = "ldam:LDAMDRW"
@@ -75,7 +75,7 @@ class LDAMDRW(LDAM):
     beta: Fraction = Field(0.9999, description="of the effective number of samples (1 - beta^n) / (1 - beta)")
 
 
-class CRT(Settings):
+class CRTOptions(Settings):
     """Classifier re-training: representation from all samples, then a new classifier from class-balanced ones."""
 
     code: ClassVar[str] = "decoupling:CRT"
@@ -85,14 +85,14 @@ class CRT(Settings):
     classifier_weight_decay: NonNegativeFloat = Field(5e-4, description="weight decay of the second stage")
 
 
-class NCM(Settings):
+class NCMOptions(CrossEntropyOptions):
     """Nearest class mean over the features of a network trained by cross-entropy."""
 
     code: ClassVar[str] = "decoupling:NCM"
-    name: Literal["ncm"] = "ncm"
+    name: Literal["ncm"] = "ncm"  # type: ignore[assignment]
 
 
-class CoTeaching(Settings):
+class CoTeachingOptions(Settings):
     """Two networks, each trained on what its peer finds easy."""
 
     code: ClassVar[str] = "coteaching:CoTeaching"
@@ -101,7 +101,7 @@ class CoTeaching(Settings):
     ramp: Fraction = Field(0.05, description="part of the training in which the dropped share rises from zero")
 
 
-class MentorNet(Settings):
+class MentorNetOptions(Settings):
     """MentorNet with its predefined curriculum, as the closed-form rule the mentor is taught."""
 
     code: ClassVar[str] = "mentornet:MentorNet"
@@ -116,7 +116,7 @@ class MentorNet(Settings):
     dropout_late: Fraction = Field(0.05, description="that chance afterwards")
 
 
-class ELR(Settings):
+class ELROptions(Settings):
     """Early-learning regularisation: stay with what was predicted before the wrong labels were memorised."""
 
     code: ClassVar[str] = "elr:ELR"
@@ -125,7 +125,7 @@ class ELR(Settings):
     strength: NonNegativeFloat = Field(3.0, description="weight of the regulariser")
 
 
-class ELRPlus(ELR):
+class ELRPlusOptions(ELROptions):
     """ELR with two networks that remember for each other, averaged weights and mixup."""
 
     code: ClassVar[str] = "elr:ELRPlus"
@@ -137,7 +137,7 @@ class ELRPlus(ELR):
     remembered_targets: bool = Field(False, description="multiply the labels by the memory (the authors do so on CIFAR-100)")
 
 
-class HAR(Settings):
+class HAROptions(Settings):
     """Heteroskedastic adaptive regularisation: rare and uncertain classes are smoothed more."""
 
     code: ClassVar[str] = "har:HAR"
@@ -150,7 +150,7 @@ class HAR(Settings):
     beta: Fraction = Field(0.9999, description="of the effective number of samples (1 - beta^n) / (1 - beta)")
 
 
-class AUM(Settings):
+class AUMOptions(Settings):
     """Area under the margin: samples no better than deliberately mislabelled ones are left out of the training."""
 
     code: ClassVar[str] = "aum:AUM"
@@ -159,7 +159,7 @@ class AUM(Settings):
     percentile: Fraction = Field(0.99, description="of the mislabelled samples' margins; whoever lies below is left out")
 
 
-class DivideMix(Settings):
+class DivideMixOptions(Settings):
     """Two networks; a mixture over one's losses tells the other which labels to keep, the rest is semi-supervised."""
 
     code: ClassVar[str] = "dividemix:DivideMix"
@@ -175,7 +175,7 @@ class DivideMix(Settings):
     loss_epochs: PositiveInt = Field(1, description="epochs whose losses are averaged before the mixture is fitted (5 for very noisy labels)")
 
 
-class RoLT(DivideMix):
+class RoLTOptions(DivideMixOptions):
     """RoLT+: DivideMix, dividing each class by the distance of its samples to the class centroid."""
 
     code: ClassVar[str] = "rolt:RoLT"
@@ -185,7 +185,7 @@ class RoLT(DivideMix):
     beta: Fraction = Field(0.9999, description="of the effective number of samples (1 - beta^n) / (1 - beta)")
 
 
-class SFA(RoLT):
+class SFAOptions(RoLTOptions):
     """Stochastic feature averaging: RoLT+ with centroids averaged over epochs, and a second, class-balanced classifier."""
 
     code: ClassVar[str] = "sfa:SFA"
@@ -197,7 +197,7 @@ class SFA(RoLT):
     sampled_above: NonNegativeInt = Field(300, description="classes with more candidates have their centroid drawn from a Gaussian instead of the average")
 
 
-class RRL(Settings):
+class RRLOptions(Settings):
     """Robust representation learning: labels smoothed over neighbours in the embedding; the base of Prototypical."""
 
     code: ClassVar[str] = "rrl:RRL"
@@ -214,10 +214,10 @@ class RRL(Settings):
     reconstruction: NonNegativeFloat = Field(1.0, description="weight of the reconstruction of features from embeddings")
     mixup: NonNegativeFloat = Field(8.0, description="Beta(a,a) of the mixing in the prototype loss; 0 = no mixing")
     mixup_views: Literal["both", "weak"] = Field("both", description="views that are mixed: weak and strong, or weak only to save memory")
-    neighbour_block: PositiveInt = Field(256, description="rows per block of the neighbour search; bounds its memory")
+    neighbour_block: NoEffect[PositiveInt] = Field(256, description="rows per block of the neighbour search; bounds its memory")
 
 
-class MoPro(Settings):
+class MoProOptions(Settings):
     """Momentum prototypes: labels corrected in every step by prototypes that move with the network."""
 
     code: ClassVar[str] = "mopro:MoPro"
@@ -235,7 +235,7 @@ class MoPro(Settings):
     retrain_lr: PositiveFloat = Field(0.01, description="initial learning rate of that stage; a tenth after each third")
 
 
-MethodOptions = Annotated[CrossEntropy | Prototypical | LDAM | LDAMDRW | CRT | NCM | CoTeaching | MentorNet | ELR | ELRPlus | HAR | AUM | DivideMix | RoLT | SFA | RRL | MoPro, Field(discriminator="name")]
+MethodOptions = Annotated[CrossEntropyOptions | PrototypicalOptions | LDAMOptions | LDAMDRWOptions | CRTOptions | NCMOptions | CoTeachingOptions | MentorNetOptions | ELROptions | ELRPlusOptions | HAROptions | AUMOptions | DivideMixOptions | RoLTOptions | SFAOptions | RRLOptions | MoProOptions, Field(discriminator="name")]
 
 
 def options_of(name: str) -> type[Settings]:

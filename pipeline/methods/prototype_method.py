@@ -15,14 +15,14 @@ from torch.nn import functional as F
 from pipeline.config import Config
 from pipeline.data.batch import Batch, TrainingSet
 from pipeline.distributed.world import World
-from pipeline.methods.base import OneNetwork
+from pipeline.methods.base import OneNetwork, Options
 from pipeline.methods.parts.losses import prototype_logits, soft_cross_entropy
 from pipeline.methods.parts.mixup import mix, mixup_lambda, mixup_partners
 
 MIX_COEFFICIENT, MIX_PARTNER = 1, 2  # purposes of random numbers
 
 
-class PrototypeMethod(OneNetwork):
+class PrototypeMethod(OneNetwork[Options]):
     """One network with a projector, and prototypes to compare its embeddings with."""
 
     prototypes: Tensor  # (K,D)

@@ -7,6 +7,8 @@ B rows on this rank, K classes, D embedding width, N training samples.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ from pipeline.config import Config
 from pipeline.data.batch import Batch, Pass, TrainingSet
 from pipeline.distributed.world import World
 from pipeline.methods.base import Beliefs, Stage
-from pipeline.methods.options import Prototypical as Options
+from pipeline.methods.options import PrototypicalOptions
 from pipeline.methods.parts import cleaning
 from pipeline.methods.parts.losses import cross_entropy, given_confidence, instance_contrastive, prototype_logits
 from pipeline.methods.parts.prototypes import class_prototypes
@@ -28,13 +30,13 @@ PRESETS = {
 }
 
 
-def resolve(options: Options) -> Options:
+def resolve(options: PrototypicalOptions) -> PrototypicalOptions:
     """The switches that were left open, as the preset says."""
     chosen = {key: value for key, value in PRESETS[options.preset].items() if getattr(options, key) in ("preset", None)}
     return options.model_copy(update=chosen)
 
 
-class Prototypical(PrototypeMethod):
+class Prototypical(PrototypeMethod[PrototypicalOptions]):
     """`prototypes`, of the epoch's start, teach; `current` ones judge."""
 
     current: Tensor  # (K,D) of the network as it is now
@@ -45,15 +47,16 @@ class Prototypical(PrototypeMethod):
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__(config, data, world)
-        assert isinstance(config.method, Options)
-        self.options = resolve(config.method)
+        self.options = resolve(self.options)
         K, D, N = data.classes, config.model.embedding, len(data)
         self.register_buffer("current", torch.zeros(K, D))
         self.register_buffer("weight", torch.ones(N))
         self.register_buffer("refined", torch.from_numpy(data.given).to(torch.int16 if K < 2**15 else torch.int32))
         self.register_buffer("clean", torch.ones(N, dtype=torch.bool))
         self.register_buffer("flagged", torch.zeros(N, dtype=torch.uint8))
-        self.told: Beliefs | None = None  # what the survey showed, until the epoch's metrics are made
+        # Scores and basis of the last survey: 16 bytes a sample, kept until the next survey replaces them. They are in
+        # no checkpoint, since only the epoch's metrics need them.
+        self.survey_beliefs = Beliefs()
         self.empty_classes = 0
 
     def stages(self) -> list[Stage]:
@@ -93,7 +96,7 @@ class Prototypical(PrototypeMethod):
         given = self.data.labels(survey.index)
         part = cleaning.refine_all(survey["z"], given, self.prototypes, self.threshold, self.options)
         others = {"linear": survey.everywhere(survey["linear"])}
-        self.told = Beliefs(score=survey.everywhere(part.score), other_scores=others, basis=basis)
+        self.survey_beliefs = Beliefs(score=survey.everywhere(part.score), other_scores=others, basis=basis)
         if self.cleaning_now:
             self._update_beliefs(part, survey)
 
@@ -126,14 +129,15 @@ class Prototypical(PrototypeMethod):
         self.weight.copy_(survey.everywhere(part.weight))
         self.flagged += (~self.clean & (self.flagged < 255)).to(torch.uint8)
 
+    @property
     def beliefs(self) -> Beliefs:
-        """What the last survey showed (once: it is large) and what is believed since the last cleaning."""
-        told, self.told = self.told or Beliefs(), None
-        told.extra = {"empty_classes": float(self.empty_classes)}
-        if self.cleaning_now:
-            told.weight, told.label, told.clean = self.weight, self.refined.long(), self.clean
-            told.extra["threshold"] = self.threshold
-        return told
+        """Scores of the last survey; weights, labels and clean flags of the last cleaning."""
+        extra = {"empty_classes": float(self.empty_classes)}
+        if not self.cleaning_now:
+            return replace(self.survey_beliefs, extra=extra)
+        extra["threshold"] = self.threshold
+        label = self.refined.long()
+        return replace(self.survey_beliefs, weight=self.weight, label=label, clean=self.clean, extra=extra)
 
     # -- how it is trained ----------------------------------------------------------------------------------------------
 

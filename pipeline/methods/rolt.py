@@ -13,10 +13,10 @@ from torch import Tensor
 from pipeline.config import Config
 from pipeline.data.batch import Batch, TrainingSet
 from pipeline.distributed.world import World
-from pipeline.methods import options
 from pipeline.methods.decoupling import normalize_features
 from pipeline.methods.dividemix import DivideMix
 from pipeline.methods.ldam import class_weights
+from pipeline.methods.options import RoLTOptions
 from pipeline.methods.parts.gaussian_mixture import Fit, posterior_by_class
 from pipeline.methods.parts.prototypes import class_sums
 from pipeline.methods.parts.survey import Survey
@@ -26,12 +26,11 @@ FIT = Fit()
 
 
 class RoLT(DivideMix):
+    options: RoLTOptions
     class_weight: Tensor  # (K,) for the labelled rows, late in the training
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__(config, data, world)
-        assert isinstance(config.method, options.RoLT)
-        self.options: options.RoLT = config.method
         weights = class_weights(data.counts, self.options.beta)
         self.register_buffer("class_weight", weights, persistent=False)
 

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from pipeline.config import Config
 from pipeline.data.batch import Batch, Pass, TrainingSet
 from pipeline.distributed.world import World
-from pipeline.methods import options
 from pipeline.methods.base import Beliefs, Stage
+from pipeline.methods.options import RRLOptions
 from pipeline.methods.parts.losses import cross_entropy, instance_contrastive
 from pipeline.methods.parts.prototypes import class_prototypes
 from pipeline.methods.parts.survey import Survey
@@ -26,7 +26,7 @@ from pipeline.models.precision import full_precision
 WARMUP, MAIN = 0, 1
 
 
-class RRL(PrototypeMethod):
+class RRL(PrototypeMethod[RRLOptions]):
     bank: Tensor  # (N,D) embeddings of the last survey: neighbours for evaluation
     soft: Tensor  # (N,K) soft labels; one-hot where the given label is kept
     hard: Tensor  # (N,) their likeliest class
@@ -35,8 +35,6 @@ class RRL(PrototypeMethod):
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__(config, data, world)
-        assert isinstance(config.method, options.RRL)
-        self.options = config.method
         K, D, N = data.classes, config.model.embedding, len(data)
         self.decoder = nn.Linear(D, self.network.features)
         given = torch.from_numpy(data.given).long()
@@ -45,7 +43,8 @@ class RRL(PrototypeMethod):
         self.register_buffer("hard", given.to(torch.int16 if K < 2**15 else torch.int32))
         self.register_buffer("kept", torch.ones(N, dtype=torch.bool))
         self.register_buffer("used", torch.ones(N))
-        self.score: Tensor | None = None  # (N,) score of the given label, until the epoch's metrics are made
+        # (N,) score of the given label in the last survey; in no checkpoint, since only the epoch's metrics need it
+        self.given_score: Tensor | None = None
 
     def stages(self) -> list[Stage]:
         coding = ("network.projector", "decoder") if self.options.reconstruction else ()
@@ -105,19 +104,19 @@ class RRL(PrototypeMethod):
         self.hard.copy_(survey.everywhere(hard.int()))  # gloo and NCCL know no int16
         self.kept.copy_(survey.everywhere(kept.to(torch.uint8)).bool())
         self.used.copy_(survey.everywhere((top > self.options.use_above).float()))
-        self.score = survey.everywhere(mixed.gather(1, given[:, None])[:, 0])
+        self.given_score = survey.everywhere(mixed.gather(1, given[:, None])[:, 0])
 
     def _keep_given(self, soft_nK: Tensor, given_n: Tensor) -> tuple[Tensor, Tensor]:
         """Soft labels, one-hot where the given label scores well enough to be kept; and where that is."""
         kept = soft_nK.gather(1, given_n[:, None])[:, 0] > self.options.keep_above
         return torch.where(kept[:, None], F.one_hot(given_n, soft_nK.shape[1]).to(soft_nK), soft_nK), kept
 
+    @property
     def beliefs(self) -> Beliefs | None:
         if not self.cleaning_now:
             return None
-        score, self.score = self.score, None
         label = self.hard.long()
-        return Beliefs(self.used, label, self.kept, score, basis=(label, self.used))
+        return Beliefs(self.used, label, self.kept, self.given_score, basis=(label, self.used))
 
     # -- how it is trained -----------------------------------------------------------------------------------
 

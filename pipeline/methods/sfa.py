@@ -14,7 +14,7 @@ from pipeline.config import Config
 from pipeline.data.batch import Batch, TrainingSet
 from pipeline.data.keyed_random import keyed_generator
 from pipeline.distributed.world import World
-from pipeline.methods import options
+from pipeline.methods.options import SFAOptions
 from pipeline.methods.parts.losses import cross_entropy, given_confidence
 from pipeline.methods.parts.survey import Survey
 from pipeline.methods.rolt import RoLT
@@ -25,6 +25,7 @@ CENTROIDS = 3  # purpose of random numbers
 
 
 class SFA(RoLT):
+    options: SFAOptions
     counts: Tensor  # (2,K) labels each network trusts, by class
     mean: Tensor  # (2,K,D) float64: moving average of the centroids, by network
     square: Tensor  # (2,K,D) float64: of their squares
@@ -32,8 +33,6 @@ class SFA(RoLT):
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__(config, data, world)
-        assert isinstance(config.method, options.SFA)
-        self.options: options.SFA = config.method
         K, D = data.classes, self.network(0).features
         self.balanced = nn.ModuleList(nn.Linear(D, K) for _ in range(2))
         self.balanced_average = Average(self.balanced, config.model.ema) if config.model.ema else None

@@ -11,24 +11,26 @@ from torch import Tensor, nn
 from pipeline.config import Config
 from pipeline.data.batch import TrainingSet
 from pipeline.distributed.world import World
-from pipeline.methods.base import Method
+from pipeline.methods.base import Method, Options
 from pipeline.models.network import Average, Network, unit
 
 
-class TwoNetworks(Method):
+class TwoNetworks(Method[Options]):
     """Two networks and, if asked for, a moving average of each that does the judging.
 
     Parameters are named `networks.0.…` and `networks.1.…`: prefixes for Stage.trainable and Pass.trainable.
     """
 
-    def __init__(
-        self, config: Config, data: TrainingSet, world: World, embed: bool = False, decay: float | None = None
-    ) -> None:
+    def __init__(self, config: Config, data: TrainingSet, world: World, embed: bool = False) -> None:
         super().__init__(config, data, world)
         self.networks = nn.ModuleList(Network(config.model, data.classes, embed) for _ in range(2))
-        decay = config.model.ema if decay is None else decay
-        # `average.` in a parameter's name keeps it away from the optimiser.
+        decay = self.average_decay
         self.average = nn.ModuleList(Average(network, decay) for network in self.networks) if decay else None
+
+    @property
+    def average_decay(self) -> float:
+        """Decay of the moving averages; 0: there are none."""
+        return self.config.model.ema
 
     def network(self, number: int) -> Network:
         return self.networks[number]  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""A sentence about what ended a rank: which rank, where in the training, what was going on, what helps."""
+"""One sentence about a failure: which rank, where in the training, what happened, what helps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a rank ended, left where the launcher can find it. torchrun itself exits with 1 whatever happened."""
+"""How a rank ended, written where the launcher reads it. torchrun itself exits with 1 whatever happened."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ EXIT_CODES: dict[str, int] = {"finished": 0, "failed": 1, "refused": 2, "stopped
 
 
 def run_rank(main: Callable[[list[str]], int | None]) -> NoReturn:
-    """Run a command that may be one of many ranks, and end the process without taking the interpreter apart.
+    """Run a command that may be one of many ranks, and exit without the interpreter's shutdown.
 
-    Threads of the process group outlive its end, and the interpreter's own ending aborted a rank whose work was done: 3 of 12
-    trainings on four ranks of a busy machine. What must be closed is closed by `main`.
+    Threads of the process group outlive it. The interpreter's shutdown aborted ranks whose work was done: 3 of 12
+    trainings on four ranks of a busy machine. `main` closes what must be closed.
     """
     code = 1
     try:
@@ -39,15 +39,14 @@ def run_rank(main: Callable[[list[str]], int | None]) -> NoReturn:
 
 
 def is_supervised() -> bool:
-    """Whether `launch.entry` is there to read what is recorded."""
+    """Whether `launch.entry` started this process and reads its exit status."""
     return bool(os.environ.get(FOLDER))
 
 
 def write_exit_status(outcome: Outcome, reason: str = "") -> int:
-    """Leave the outcome of this rank for the launcher; the exit code this process should end with.
+    """Write the outcome of this rank for the launcher; returns the exit code of this process.
 
-    Under `launch.entry` a rank that stopped or refused exits with 0: torchrun would start it
-    again.
+    Under `launch.entry` a rank that stopped or refused exits with 0, because torchrun would start it again.
     """
     folder = os.environ.get(FOLDER)
     if not folder:
@@ -59,21 +58,21 @@ def write_exit_status(outcome: Outcome, reason: str = "") -> int:
     path = Path(folder) / f"rank-{rank}.json"
     try:
         atomic_write(path, text)
-    except OSError:  # the run itself ended as it did; a full disk must not turn it into a crash
+    except OSError:  # a full disk must not turn the end of a run into a crash
         return EXIT_CODES[outcome]
     return EXIT_CODES["failed"] if outcome == "failed" else 0
 
 
 def all_ended(ends: dict[int, dict[str, Any]]) -> bool:
-    """Whether every rank of this machine is through; one that failed may be started again."""
-    through = [end for end in ends.values() if end["outcome"] != "failed"]
-    return bool(through) and len(through) == through[0]["ranks_here"]
+    """Whether every rank of this machine has ended and none failed; a failed rank may be started again."""
+    ended = [end for end in ends.values() if end["outcome"] != "failed"]
+    return bool(ended) and len(ended) == ended[0]["ranks_here"]
 
 
 def read_exit_statuses(folder: str | Path) -> dict[int, dict[str, Any]]:
-    """Outcomes by rank, of the latest attempt only: after an in-place restart earlier ones are stale."""
-    found: dict[int, dict[str, Any]] = {}
+    """Outcomes by rank, of the latest attempt only. After an in-place restart earlier ones are stale."""
+    statuses: dict[int, dict[str, Any]] = {}
     for path in Path(folder).glob("rank-*.json"):
-        found[int(path.stem.removeprefix("rank-"))] = json.loads(path.read_text(encoding="utf-8"))
-    last = max((int(item["attempt"]) for item in found.values()), default=0)
-    return {rank: item for rank, item in sorted(found.items()) if int(item["attempt"]) == last}
+        statuses[int(path.stem.removeprefix("rank-"))] = json.loads(path.read_text(encoding="utf-8"))
+    last = max((int(item["attempt"]) for item in statuses.values()), default=0)
+    return {rank: item for rank, item in sorted(statuses.items()) if int(item["attempt"]) == last}

@@ -1,20 +1,17 @@
-"""What a person sees while it runs: a progress bar on a terminal, plain lines elsewhere; rank 0 only."""
+"""Log lines on the terminal and in the run's log.txt, and the time a run has taken."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
-T = TypeVar("T")
 log = logging.getLogger("pipeline")
 
 
 def start_logging(is_main: bool, file: Path | None = None) -> None:
-    """Warnings and errors from every rank, the rest from the lead; also into the run's log.txt."""
+    """Errors from every rank, the rest from rank 0, which also writes the run's log.txt."""
     handlers: list[logging.Handler] = []
     if is_main and sys.stderr.isatty():
         from rich.logging import RichHandler
@@ -32,22 +29,6 @@ def start_logging(is_main: bool, file: Path | None = None) -> None:
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
     for noisy in ("mlflow", "alembic", "matplotlib", "botocore", "fsspec", "s3fs", "torch", "numba", "PIL"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-
-
-def follow(items: Iterable[T], total: int, title: str, is_main: bool, done: int = 0) -> Iterator[T]:
-    """Pass items on; on a terminal with a bar that shows rate and time left."""
-    if not (is_main and sys.stderr.isatty()):
-        yield from items
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=total, completed=done)
-        for item in items:
-            yield item
-            bar.advance(task)
 
 
 class Clock:

@@ -1,4 +1,4 @@
-"""Being asked to stop, and not outliving the launcher. Torch-free: set up before anything slow happens."""
+"""Requests to stop, and exit when the launcher dies. No torch here: it is set up before anything slow."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-LOOK_EVERY = 1.0  # seconds between looks for the stop file
+LOOK_EVERY = 1.0  # seconds between checks for the stop file
 
 
 class StopRequest:
-    """Says whether somebody wants this run to end: a signal, a deadline, or a stop file.
+    """Whether this run should stop: a signal, a deadline, or a stop file.
 
-    A signal only raises a flag; the trainer looks at it in every step and all ranks act on it together. A
-    second Ctrl-C ends the process at once. The stop file is never removed: while it is there, the run does
-    not go on.
+    A signal only sets a flag. The trainer reads it in every step, and all ranks act on it together. A second Ctrl-C
+    ends the process at once. The stop file is never removed; while it exists, the run does not go on.
     """
 
     def __init__(self, deadline_minutes: float = 0.0, stop_file: str | Path = "",
@@ -36,7 +35,7 @@ class StopRequest:
             self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
 
     def watch(self, deadline_minutes: float = 0.0, stop_file: str | Path = "") -> None:
-        """Set the deadline (from now) and the stop file, which are known later than signals may come."""
+        """Set the deadline (from now) and the stop file."""
         self._minutes = deadline_minutes
         self._deadline = self._clock() + 60 * deadline_minutes if deadline_minutes else None
         self._file = Path(stop_file) if stop_file else None
@@ -67,7 +66,7 @@ class StopRequest:
         return 1.0 if self.wanted else 0.0
 
     def close(self) -> None:
-        """Give the signals back to whoever had them before."""
+        """Restore the signal handlers that were there before."""
         for number, handler in self._before.items():
             with contextlib.suppress(ValueError):  # not the main thread any more
                 signal.signal(number, handler)
@@ -83,9 +82,8 @@ class StopRequest:
 def die_with_parent() -> None:
     """If torchrun started this process, have the kernel kill it when torchrun is gone. Linux only.
 
-    torchrun starts its workers in sessions of their own; killed with -9 it would leave them training,
-    holding the GPUs and the output folder. A run started from a shell is left alone: it may well outlive
-    that.
+    torchrun starts its workers in sessions of their own. Killed with -9, it would leave them training, with the GPUs and
+    the output folder in use. A run started from a shell may outlive the shell.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         parent = os.getppid()

@@ -1,4 +1,4 @@
-"""The label audit: what model and method think of every training label, and the corrected label list."""
+"""The label audit: confidence of model and method in every training label, and the corrected label list."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ SIMILARITIES = 1 << 25  # in memory at a time
 
 @dataclass
 class Findings:
-    """What is thought of every training sample, by permanent index."""
+    """What model and method say about every training sample, by permanent index."""
 
     given: np.ndarray  # (N,) int
     true: np.ndarray  # (N,) int, -1: unknown
     suggested: np.ndarray  # (N,) int
     score: np.ndarray  # (N,) confidence in the given label
     suggested_score: np.ndarray  # (N,) confidence in the suggested one
-    weight: np.ndarray | None  # (N,) the method's own, if it weighs samples
+    weight: np.ndarray | None  # (N,) of the method, if it weights samples
     epochs_flagged: np.ndarray  # (N,) int
     suspicious: np.ndarray  # (N,) bool
-    rule: str  # by what a sample counts as suspicious
+    rule: str  # when a sample counts as suspicious
     neighbours: list[list[int]]
 
     def worst_first(self, label: int) -> np.ndarray:
-        """Suspicious samples with this given label, the least believable first."""
-        rows = np.flatnonzero(self.suspicious & (self.given == label))
-        return rows[np.lexsort((-self.suggested_score[rows], self.score[rows]))]
+        """Indices of suspicious samples with this given label, lowest confidence first."""
+        indices = np.flatnonzero(self.suspicious & (self.given == label))
+        return indices[np.lexsort((-self.suggested_score[indices], self.score[indices]))]
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Share of a class's labels that look wrong, with a 95 % interval (Wilson) for the chance of the sample.
+    """Share of a class's labels that look wrong, with a 95 % interval (Wilson) for the sampling error.
 
-    The detector's own mistakes are not in the interval.
+    The interval does not cover mistakes of the detector.
     """
 
     flagged: int
@@ -67,11 +67,11 @@ class Rate:
         return max(0.0, middle - half), min(1.0, middle + half)
 
 
-# -- looking at the training set -------------------------------------------------------------------
+# -- one pass over the training set ----------------------------------------------------------------
 
 
 def audit_labels(opened: OpenedRun, split: Split, threshold: float | None = None) -> Findings:
-    """Look at every training sample once and put together what model and method think of it."""
+    """Evaluate every training sample once and combine what model and method say about it."""
     given, true = split.given.astype(np.int64), split.true.astype(np.int64)
     beliefs = _beliefs(opened, len(split))
     refined = beliefs["label"].astype(np.int64) if threshold is None and "label" in beliefs else None
@@ -80,7 +80,7 @@ def audit_labels(opened: OpenedRun, split: Split, threshold: float | None = None
     if threshold is not None:
         suspicious, rule = score <= threshold, f"confidence in the given label is at most {threshold:g}"
     elif "clean" in beliefs:
-        suspicious, rule = ~beliefs["clean"].astype(bool), "the method did not believe it in its last epoch"
+        suspicious, rule = ~beliefs["clean"].astype(bool), "the method did not trust the label in its last epoch"
     else:
         suspicious, rule = suggested != given, "the model prefers another label"
     if flagged is None:
@@ -101,8 +101,8 @@ def audit_labels(opened: OpenedRun, split: Split, threshold: float | None = None
 
 
 def _survey(opened: OpenedRun, split: Split, refined: np.ndarray | None) -> tuple[np.ndarray, ...]:
-    """(confidence in the given label, suggestion, confidence in it, embedding) of every sample; the method's
-    refined labels are the suggestion where there are any, else the model's answers."""
+    """(confidence in the given label, suggestion, confidence in it, embedding) of every sample. The suggestion is
+    the method's refined label where there is one, else the model's prediction."""
     import torch
 
     from pipeline.data.loader import open_loader
@@ -113,9 +113,9 @@ def _survey(opened: OpenedRun, split: Split, refined: np.ndarray | None) -> tupl
     with torch.no_grad():
         for index, images in loader.survey():
             scores = model.scores(images)
-            place = index.cpu().numpy()
-            best = scores.argmax(1) if refined is None else refined[place]
-            rows, label = np.arange(len(place)), split.given[place]
+            samples = index.cpu().numpy()
+            best = scores.argmax(1) if refined is None else refined[samples]
+            rows, label = np.arange(len(samples)), split.given[samples]
             vectors = method.embeddings(images).float().cpu().numpy()
             for part, value in zip(parts, (scores[rows, label], best, scores[rows, best], vectors)):
                 part.append(value)
@@ -124,20 +124,20 @@ def _survey(opened: OpenedRun, split: Split, refined: np.ndarray | None) -> tupl
 
 
 def _beliefs(opened: OpenedRun, samples: int) -> dict[str, np.ndarray]:
-    """weight, label, clean and flagged by sample, as far as the method kept them in its checkpoint."""
+    """weight, label, clean and flagged by sample, as far as the checkpoint has them."""
     method = opened.model.method
     if opened.position is None or len(method.data) != samples:
         return {}
-    found: dict[str, Any] = {}
-    beliefs = method.beliefs()
+    tensors: dict[str, Any] = {}
+    beliefs = method.beliefs
     if beliefs is not None:
-        found = {"weight": beliefs.weight, "label": beliefs.label, "clean": beliefs.clean}
-    found["flagged"] = getattr(method, "flagged", None)
-    return {name: value.cpu().numpy() for name, value in found.items() if value is not None}
+        tensors = {"weight": beliefs.weight, "label": beliefs.label, "clean": beliefs.clean}
+    tensors["flagged"] = getattr(method, "flagged", None)
+    return {name: value.cpu().numpy() for name, value in tensors.items() if value is not None}
 
 
 def _neighbours(embedding: np.ndarray, suspicious: np.ndarray, score: np.ndarray) -> list[list[int]]:
-    """Indices of the nearest clean samples; of the suspicious only, if there are very many samples."""
+    """Indices of the nearest clean samples; for suspicious samples only, if there are very many."""
     clean = np.flatnonzero(~suspicious)
     if len(clean) > CANDIDATES:
         clean = np.sort(np.random.default_rng(0).choice(clean, CANDIDATES, replace=False))
@@ -158,8 +158,8 @@ def _neighbours(embedding: np.ndarray, suspicious: np.ndarray, score: np.ndarray
         best = np.argpartition(-nearness, few - 1, axis=1)[:, :few]
         order = np.argsort(-np.take_along_axis(nearness, best, 1), axis=1, kind="stable")
         nearest = clean[np.take_along_axis(best, order, 1)]
-        for row, found in zip(rows, nearest):
-            out[row] = [int(k) for k in found if k != row]
+        for index, near in zip(rows, nearest):
+            out[index] = [int(k) for k in near if k != index]
     return out
 
 
@@ -170,7 +170,7 @@ def rates(findings: Findings, classes: int) -> list[Rate]:
 
 
 def detection_quality(findings: Findings) -> dict[str, float] | None:
-    """How well the suspicious samples are those with a wrong label; None where the truth is not known."""
+    """Precision, recall, F1 and AUC of finding wrong labels; None where the true labels are not known."""
     from pipeline.evaluation.metrics import area_under_curve, detection
 
     known = findings.true >= 0
@@ -211,16 +211,16 @@ def write_tables(findings: Findings, split: Split, out: Path) -> None:
         columns["true"] = pa.array([name if k else None for name, k in zip(names[findings.true], known)], pa.string())
     table = pa.table(columns)
     pa.parquet.write_table(table, out / "audit.parquet")
-    place = table.column_names.index("neighbours")
+    column = table.column_names.index("neighbours")
     joined = pa.array([" ".join(map(str, few)) for few in findings.neighbours], pa.string())
-    pa.csv.write_csv(table.set_column(place, "neighbours", joined), out / "audit.csv")
+    pa.csv.write_csv(table.set_column(column, "neighbours", joined), out / "audit.csv")
 
 
 def corrected_labels(findings: Findings, classes: int, how: str) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """(label, whether it stays) of every sample, and the classes that are left as they were given.
+    """(label, whether to keep it) of every sample, and the classes whose given labels stay unchanged.
 
-    A class of which nothing would remain is one the model does not know: its labels are no worse than the
-    model's opinion of them, and shards cannot be built without it.
+    A class that would become empty is one the model never learned: its suggestions for that class are no better than
+    the given labels, and shards need every class.
     """
     doubted, spared = findings.suspicious.copy(), set[int]()
     while True:

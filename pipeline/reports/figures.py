@@ -1,7 +1,7 @@
-"""The pictures of a run, and of several runs side by side.
+"""Figures of one run, and of several runs in one figure.
 
-`write_figures(folder, data)` draws whatever `data` allows and leaves out the rest; it also writes
-`figures/data.json`, from which a report draws several runs into one picture. Keys of `data`, all optional:
+`write_figures(folder, data)` plots whatever `data` allows and leaves out the rest. It also writes
+`figures/data.json`, from which a report plots several runs in one figure. Keys of `data`, all optional:
 
     method, class_names, class_counts (K,)   clean samples per class
     history      [{"epoch": 0, "metrics": {"test/top1": 81.2, "loss/ce": 0.4, ...}}, ...]
@@ -34,8 +34,8 @@ from pipeline.tracking.colors import DASHES, MARKERS, PALETTE, style
 Data = dict[str, Any]
 GROUPS = ("many", "medium", "few")
 SCREEN, PRINT = 110, 200  # dots per inch
-MOST_BARS = 5  # runs that can stand side by side; more are points
-LONGEST = 60  # letters of a name
+MOST_BARS = 5  # bars side by side; more runs become points
+LONGEST = 60  # characters of a name
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,17 @@ class Run:
 
 
 def write_figures(folder: str | Path, data: Data) -> list[Path]:
-    """Draw every picture the data allows into folder/figures; returns the files, data.json included."""
+    """Write every figure the data allows into folder/figures; returns the files, data.json included."""
     out = Path(folder) / "figures"
     out.mkdir(parents=True, exist_ok=True)
     run = Run(str(data.get("method", "")), str(data.get("method", "")), data)
     files = []
-    for name, draw in PICTURES.items():
-        figure = draw([run])
+    for name, plot in COMPARISON_PLOTS.items():
+        figure = plot([run])
         if figure is not None:
             files.append(save(figure, out / f"{name}.png", PRINT))
-    for name, draw_one in SINGLE.items():
-        figure = draw_one(data)
+    for name, plot_one in SINGLE_RUN_PLOTS.items():
+        figure = plot_one(data)
         if figure is not None:
             files.append(save(figure, out / f"{name}.png", PRINT))
     plain = {key: _plain(value) for key, value in data.items() if key != "embedding"}
@@ -86,7 +86,7 @@ def _has(data: Data, key: str) -> bool:
     return value is not None and len(value) > 0
 
 
-def _new(width: float = 6.4, height: float = 3.8, columns: int = 1) -> tuple[Figure, list[Axes]]:
+def _new_figure(width: float = 6.4, height: float = 3.8, columns: int = 1) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = list(np.atleast_1d(figure.subplots(1, columns)))
     for ax in axes:
@@ -96,20 +96,20 @@ def _new(width: float = 6.4, height: float = 3.8, columns: int = 1) -> tuple[Fig
     return figure, axes
 
 
-def looks(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Of every run: its method's own look; a second run of a method keeps the colour, with other dashes and marks."""
+def line_styles(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Each run's line style, by its method; a method's second run has the same colour, other dashes and markers."""
     out: list[dict[str, Any]] = []
     turns: Counter[str] = Counter()
     for run in runs:
-        look, turn = style(run.method), turns[run.method]
-        dash, mark = DASHES.index(look["linestyle"]) + turn, MARKERS.index(look["marker"]) + turn
-        out.append(look | {"linestyle": DASHES[dash % len(DASHES)], "marker": MARKERS[mark % len(MARKERS)]})
+        line_style, turn = style(run.method), turns[run.method]
+        dash, mark = DASHES.index(line_style["linestyle"]) + turn, MARKERS.index(line_style["marker"]) + turn
+        out.append(line_style | {"linestyle": DASHES[dash % len(DASHES)], "marker": MARKERS[mark % len(MARKERS)]})
         turns[run.method] += 1
     return out
 
 
 def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
-    """A few names inside the picture, more of them below it."""
+    """A few names inside the figure, more of them below it."""
     entries: dict[str, Any] = {}
     for ax in axes:
         entries |= {name: handle for handle, name in zip(*ax.get_legend_handles_labels())}
@@ -129,19 +129,19 @@ def series(data: Data, key: str) -> tuple[list[int], list[float]]:
     return [epoch for epoch, _ in points], [value for _, value in points]
 
 
-def _numbered(number: int) -> dict[str, Any]:
-    """The look of a line that is no method."""
+def _numbered_style(number: int) -> dict[str, Any]:
+    """The style of a line that is not a method."""
     return {"color": PALETTE[number % 8], "linestyle": DASHES[number % 4], "marker": MARKERS[number % 8]}
 
 
-def _by_size(data: Data) -> np.ndarray:
+def _classes_by_size(data: Data) -> np.ndarray:
     """Classes from the largest to the smallest."""
     counts = np.asarray(data["class_counts"]) if _has(data, "class_counts") else np.zeros(0)
     return np.argsort(-counts, kind="stable")
 
 
 def _label_epochs(ax: Axes, runs: Sequence[Run]) -> None:
-    """The whole training, also where a metric begins late."""
+    """The x axis covers the whole training, also where a metric starts late."""
     last = max(history[-1]["epoch"] for run in runs if (history := run.data.get("history")))
     ax.set(xlabel="epoch", xlim=(0.5, last + max(0.5, last / 40)))
     ax.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
@@ -158,28 +158,28 @@ def _label_classes(ax: Axes, data: Data, classes: np.ndarray) -> None:
         ax.set_xlabel(f"class (of {len(classes)}), largest first")
 
 
-def _class_line(ax: Axes, data: Data, values: Any, **look: Any) -> None:
+def _plot_class_line(ax: Axes, data: Data, values: Any, **line_style: Any) -> None:
     values = np.asarray(values, dtype=float)
-    order = _by_size(data) if _has(data, "class_counts") else np.arange(len(values))
-    ax.plot(range(len(values)), values[order], markersize=4 if len(values) <= 30 else 0, linewidth=1.6, **look)
+    order = _classes_by_size(data) if _has(data, "class_counts") else np.arange(len(values))
+    ax.plot(range(len(values)), values[order], markersize=4 if len(values) <= 30 else 0, linewidth=1.6, **line_style)
 
 
-# -- pictures of one run or of several -------------------------------------------------------------
+# -- figures of one run or of several --------------------------------------------------------------
 
 
-def _curves(runs: Sequence[Run], keys: dict[str, str], ylabel: str) -> Figure | None:
+def _plot_curves(runs: Sequence[Run], keys: dict[str, str], ylabel: str) -> Figure | None:
     """A metric over epochs, one line per run; several metrics side by side."""
     keys = {key: title for key, title in keys.items() if any(series(run.data, key)[0] for run in runs)}
     if not keys:
         return None
-    figure, axes = _new(3.6 * len(keys) if len(keys) > 1 else 6.4, 3.6 if len(keys) > 1 else 3.8, len(keys))
+    figure, axes = _new_figure(3.6 * len(keys) if len(keys) > 1 else 6.4, 3.6 if len(keys) > 1 else 3.8, len(keys))
     for ax, (key, title) in zip(axes, keys.items()):
-        for run, look in zip(runs, looks(runs)):
+        for run, line_style in zip(runs, line_styles(runs)):
             epochs, values = series(run.data, key)
             if not epochs:
                 continue
             every = max(1, len(epochs) // 12)
-            ax.plot(epochs, values, label=run.label, markersize=4, markevery=every, linewidth=1.6, **look)
+            ax.plot(epochs, values, label=run.label, markersize=4, markevery=every, linewidth=1.6, **line_style)
         ax.set(title=title)
         _label_epochs(ax, runs)
         if key in ("clean/share", "clean/f1"):
@@ -190,32 +190,32 @@ def _curves(runs: Sequence[Run], keys: dict[str, str], ylabel: str) -> Figure | 
     return figure
 
 
-def accuracy_curves(runs: Sequence[Run]) -> Figure | None:
-    return _curves(runs, {"test/top1": "accuracy on the test set"}, "percent")
+def plot_accuracy(runs: Sequence[Run]) -> Figure | None:
+    return _plot_curves(runs, {"test/top1": "accuracy on the test set"}, "percent")
 
 
-def cleaning_curves(runs: Sequence[Run]) -> Figure | None:
+def plot_cleaning(runs: Sequence[Run]) -> Figure | None:
     keys = {
         "clean/threshold": "threshold",
         "clean/share": "share taken for clean",
         "clean/f1": "F1 of clean labels",
     }
-    return _curves(runs, keys, "")
+    return _plot_curves(runs, keys, "")
 
 
-def groups(runs: Sequence[Run]) -> Figure | None:
+def plot_groups(runs: Sequence[Run]) -> Figure | None:
     """Accuracy and clean-F1 of many, medium and few."""
     accuracy = [{g: series(run.data, f"test/{g}")[1][-1:] for g in GROUPS} for run in runs]
     f1 = [{g: [100 * v] for g, v in (run.data.get("group_f1") or {}).items() if v is not None} for run in runs]
     panels = {"accuracy by class size": accuracy, "F1 of clean labels by class size": f1}
-    panels = {title: rows for title, rows in panels.items() if any(_finite(row) for row in rows)}
+    panels = {title: rows for title, rows in panels.items() if any(_finite_values(row) for row in rows)}
     if not panels:
         return None
-    figure, axes = _new(7.6 if len(panels) > 1 else 6.4, 4.2, len(panels))
+    figure, axes = _new_figure(7.6 if len(panels) > 1 else 6.4, 4.2, len(panels))
     for ax, (title, rows) in zip(axes, panels.items()):
         width = 0.8 / len(runs)
-        for place, (run, row, own) in enumerate(zip(runs, rows, looks(runs))):
-            values = _finite(row)
+        for place, (run, row, own) in enumerate(zip(runs, rows, line_styles(runs))):
+            values = _finite_values(row)
             if not values:
                 continue
             if len(runs) > MOST_BARS:
@@ -223,8 +223,8 @@ def groups(runs: Sequence[Run]) -> Figure | None:
                 ax.plot(at, list(values.values()), label=run.label, markersize=5, linewidth=1, **own)
                 continue
             at = [GROUPS.index(g) + (place - (len(runs) - 1) / 2) * width for g in values]
-            look = {"color": style(run.method)["color"], "hatch": ["", "//", "..", "xx", "\\\\"][place % 5]}
-            bars = ax.bar(at, list(values.values()), width * 0.92, label=run.label, edgecolor="white", **look)
+            bar_style = {"color": style(run.method)["color"], "hatch": ["", "//", "..", "xx", "\\\\"][place % 5]}
+            bars = ax.bar(at, list(values.values()), width * 0.92, label=run.label, edgecolor="white", **bar_style)
             ax.bar_label(bars, fmt="%.0f", fontsize=7)
         ax.set(title=title, xlim=(-0.6, 2.6), ylim=(0, 109))
         ax.set_xticks(range(3), ["many\n(>100)", "medium\n(20-100)", "few\n(<20)"])
@@ -234,57 +234,59 @@ def groups(runs: Sequence[Run]) -> Figure | None:
     return figure
 
 
-def _finite(row: dict[str, list[float]]) -> dict[str, float]:
+def _finite_values(row: dict[str, list[float]]) -> dict[str, float]:
     return {g: row[g][0] for g in GROUPS if row.get(g) and math.isfinite(row[g][0])}
 
 
-def marginal(runs: Sequence[Run]) -> Figure | None:
-    """Mean predicted distribution over the test set; even-handed is flat."""
-    return _per_head(runs, "marginal", "marginal likelihood on the test set", "p(class)", uniform=True)
+def plot_marginal(runs: Sequence[Run]) -> Figure | None:
+    """Mean predicted distribution over the test set; without bias it is flat."""
+    return _plot_per_head(runs, "marginal", "marginal likelihood on the test set", "p(class)", uniform=True)
 
 
-def confidence(runs: Sequence[Run]) -> Figure | None:
-    return _per_head(
+def plot_confidence(runs: Sequence[Run]) -> Figure | None:
+    return _plot_per_head(
         runs, "confidence", "confidence in the given label, training set", "mean confidence", uniform=False
     )
 
 
-def _per_head(runs: Sequence[Run], key: str, title: str, ylabel: str, uniform: bool) -> Figure | None:
+def _plot_per_head(runs: Sequence[Run], key: str, title: str, ylabel: str, uniform: bool) -> Figure | None:
     runs = [run for run in runs if _has(run.data, key)]
     if not runs:
         return None
-    figure, (ax,) = _new()
-    for run, own in zip(runs, looks(runs)):
+    figure, (ax,) = _new_figure()
+    for run, own in zip(runs, line_styles(runs)):
         heads = list(run.data[key].items())
-        if len(runs) > 1:  # the head that counts, and the linear one to compare with
+        if len(runs) > 1:  # the main head, and the linear one to compare with
             heads = heads[:1] + [head for head in heads[1:] if head[0] == "linear"]
         for number, (head, values) in enumerate(heads):
-            look = own if len(runs) > 1 else _numbered(number)
+            line_style = own if len(runs) > 1 else _numbered_style(number)
             if number and len(runs) > 1:
-                look = look | {"linestyle": ":", "alpha": 0.7}
+                line_style = line_style | {"linestyle": ":", "alpha": 0.7}
             label = f"{head} head" if len(runs) == 1 else f"{run.label}, {head}"
-            _class_line(ax, run.data, values, label=label, **look)
+            _plot_class_line(ax, run.data, values, label=label, **line_style)
     data = runs[0].data
     classes = len(next(iter(data[key].values())))
     if uniform:
         ax.axhline(1 / classes, color="#777777", linewidth=1, label="uniform")
-    _label_classes(ax, data, _by_size(data) if _has(data, "class_counts") else np.arange(classes))
+    _label_classes(ax, data, _classes_by_size(data) if _has(data, "class_counts") else np.arange(classes))
     ax.set(title=title, ylabel=ylabel)
     ax.set_ylim(bottom=0)
     _legend(figure, [ax])
     return figure
 
 
-def class_size(runs: Sequence[Run]) -> Figure | None:
+def plot_class_size(runs: Sequence[Run]) -> Figure | None:
     """Accuracy of each class against how many pictures it had."""
     runs = [run for run in runs if _has(run.data, "per_class_accuracy") and _has(run.data, "class_counts")]
     if not runs:
         return None
-    figure, (ax,) = _new()
-    for run, look in zip(runs, looks(runs)):
+    figure, (ax,) = _new_figure()
+    for run, line_style in zip(runs, line_styles(runs)):
         counts, accuracy = (np.asarray(run.data[key], float) for key in ("class_counts", "per_class_accuracy"))
         accuracy = 100 * accuracy
-        ax.scatter(counts, accuracy, s=26, color=look["color"], marker=look["marker"], label=run.label, alpha=0.8)
+        ax.scatter(
+            counts, accuracy, s=26, color=line_style["color"], marker=line_style["marker"], label=run.label, alpha=0.8
+        )
         if len(runs) == 1 and len(counts) <= 20 and _has(run.data, "class_names"):
             for count, value, name in zip(counts, accuracy, run.data["class_names"]):
                 ax.annotate(str(name)[:12], (count, value), fontsize=7, xytext=(4, 3), textcoords="offset points")
@@ -298,41 +300,41 @@ def class_size(runs: Sequence[Run]) -> Figure | None:
     return figure
 
 
-PICTURES = {
-    "accuracy": accuracy_curves,
-    "groups": groups,
-    "cleaning": cleaning_curves,
-    "marginal": marginal,
-    "confidence": confidence,
-    "class_size": class_size,
+COMPARISON_PLOTS = {
+    "accuracy": plot_accuracy,
+    "groups": plot_groups,
+    "cleaning": plot_cleaning,
+    "marginal": plot_marginal,
+    "confidence": plot_confidence,
+    "class_size": plot_class_size,
 }
 
 
-# -- pictures of one run only ----------------------------------------------------------------------
+# -- figures of one run only -----------------------------------------------------------------------
 
 
-def losses(data: Data) -> Figure | None:
+def plot_losses(data: Data) -> Figure | None:
     keys = sorted({k for h in data.get("history") or [] for k in h["metrics"] if k.startswith("loss/")})
     if not keys:
         return None
-    figure, (ax,) = _new()
+    figure, (ax,) = _new_figure()
     for number, key in enumerate(keys):
         epochs, values = series(data, key)
         every = max(1, len(epochs) // 12)
         name = key.removeprefix("loss/")
-        ax.plot(epochs, values, label=name, markersize=4, markevery=every, **_numbered(number))
+        ax.plot(epochs, values, label=name, markersize=4, markevery=every, **_numbered_style(number))
     ax.set(title="parts of the loss", ylabel="mean over the epoch")
     _label_epochs(ax, [Run("", "", data)])
     _legend(figure, [ax])
     return figure
 
 
-def confusion(data: Data) -> Figure | None:
+def plot_confusion(data: Data) -> Figure | None:
     if not _has(data, "confusion"):
         return None
     counts = np.asarray(data["confusion"], dtype=float)
     share = 100 * counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    figure, (ax,) = _new(5.4, 4.8)
+    figure, (ax,) = _new_figure(5.4, 4.8)
     image = ax.imshow(share, cmap="cividis", vmin=0, vmax=100)
     ax.grid(False)
     figure.colorbar(image, ax=ax, label="percent of the true class")
@@ -351,8 +353,8 @@ def confusion(data: Data) -> Figure | None:
     return figure
 
 
-def embedding_map(data: Data) -> Figure | None:
-    """Two dimensions of the test embeddings by t-SNE; distances between far groups mean little."""
+def plot_embedding(data: Data) -> Figure | None:
+    """Test embeddings in two dimensions by t-SNE; distances between far groups mean little."""
     if not _has(data, "embedding") or len(data["embedding"]) < 10:
         return None
     from sklearn.manifold import TSNE
@@ -363,19 +365,19 @@ def embedding_map(data: Data) -> Figure | None:
     )
     perplexity = min(30.0, (len(points) - 1) / 3)
     flat = TSNE(2, perplexity=perplexity, init="pca", max_iter=400, random_state=0).fit_transform(points)
-    figure, (ax,) = _new(6.4, 5.2)
+    figure, (ax,) = _new_figure(6.4, 5.2)
     classes = np.unique(labels)
     names = data.get("class_names")
     for place, k in enumerate(classes):
         name = str(names[int(k)])[:14] if names is not None else str(k)
-        look: Any = {"color": PALETTE[place % 8], "marker": MARKERS[(place + place // 8) % 8]}
+        marker_style: Any = {"color": PALETTE[place % 8], "marker": MARKERS[(place + place // 8) % 8]}
         across, up = flat[labels == k].T
         shown = name if place < 20 else None
-        ax.scatter(across, up, s=14, linewidths=0, alpha=0.8, label=shown, **look)
+        ax.scatter(across, up, s=14, linewidths=0, alpha=0.8, label=shown, **marker_style)
     ax.set(title=f"test embeddings (t-SNE of {len(points)})", xticks=[], yticks=[])
     ax.spines[["left", "bottom"]].set_visible(False)
     figure.legend(*ax.get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8, markerscale=2)
     return figure
 
 
-SINGLE = {"losses": losses, "confusion": confusion, "embedding": embedding_map}
+SINGLE_RUN_PLOTS = {"losses": plot_losses, "confusion": plot_confusion, "embedding": plot_embedding}

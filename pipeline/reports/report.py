@@ -35,13 +35,13 @@ def shown(column: str, mean: Mean | None) -> str:
     return text + (f" ± {mean.spread:.{digits}f}" if mean.spread is not None else "")
 
 
-def bias_text(bias: tuple[str, float, float]) -> str:
-    return f"{bias[0]}, rho={bias[1]:g}, noise={bias[2]:g}"
+def variant_title(variant: tuple[str, float, float]) -> str:
+    return f"{variant[0]}, rho={variant[1]:g}, noise={variant[2]:g}"
 
 
 def comparison(doc: Document, runs: Sequence[Result]) -> None:
-    for number, (bias, rows) in enumerate(compare(runs).items()):
-        doc.heading(2, bias_text(bias))
+    for number, (variant, rows) in enumerate(compare(runs).items()):
+        doc.heading(2, variant_title(variant))
         header, body = comparison_table(rows)
         doc.table(header, body)
         doc.table(
@@ -51,9 +51,8 @@ def comparison(doc: Document, runs: Sequence[Result]) -> None:
         )
         repeated = [run.run_id for row in rows for run in row.repeated]
         if repeated:
-            doc.text(
-                f"Of runs with the same seed and settings the newest counts. Left out: {', '.join(repeated)}.", "note"
-            )
+            left_out = ", ".join(repeated)
+            doc.text(f"Of runs with the same seed and settings the newest counts. Left out: {left_out}.", note=True)
         _pictures(doc, rows, f"compare{number}")
 
 
@@ -62,7 +61,7 @@ def comparison_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     body = []
     for row in rows:
         means = {column: mean_of(row.runs, metric) for column, metric in COLUMNS.items()}
-        if not means["last"]:  # a run from before its last epoch was summarised
+        if not means["last"]:  # a run without a summary of its last epoch
             means["last"] = mean_of(row.runs, "test/top1")
         body.append([row.label, str(len(row.runs)), *(shown(column, mean) for column, mean in means.items())])
     return header, body
@@ -80,20 +79,20 @@ def about(row: Row) -> list[str]:
 
 
 def _pictures(doc: Document, rows: Sequence[Row], name: str) -> None:
-    """The last seed of every row in one picture each; the caption names the runs."""
+    """Figures with one line per row, from its last seed; the caption names the runs."""
     drawn = [figures.Run(row.label, row.method, row.runs[-1].figures) for row in rows if row.runs[-1].figures]
     if not drawn:
         return
     folder = doc.folder / "report_files"
     folder.mkdir(parents=True, exist_ok=True)
-    doc.html.append("<div class='gallery'>")
-    for key, draw in figures.PICTURES.items():
-        figure = draw(drawn)
+    images = []
+    for key, plot in figures.COMPARISON_PLOTS.items():
+        figure = plot(drawn)
         if figure is not None:
-            doc.picture(figures.save(figure, folder / f"{name}-{key}.png"), TITLES[key])
-    doc.html.append("</div>")
+            images.append((figures.save(figure, folder / f"{name}-{key}.png"), TITLES[key]))
+    doc.gallery(images)
     sources = "; ".join(f"{row.label}: {row.runs[-1].run_id}" for row in rows if row.runs[-1].figures)
-    doc.text(f"Pictures from runs {sources}.", "note")
+    doc.text(f"Pictures from runs {sources}.", note=True)
 
 
 def paper(doc: Document, runs: Sequence[Result]) -> None:
@@ -103,15 +102,19 @@ def paper(doc: Document, runs: Sequence[Result]) -> None:
     doc.text(f"[{MARK}] marks a cell run at another scale than the paper's: its difference is no result.")
     for table in tables:
         run, every = table.run
-        doc.open(f"{_table_name(table.id)}: {table.title} ({run} of {every} cells run)", run > 0)
-        doc.notes(table.notes)
-        both = [f"{who} {column}" for who in ("paper", "ours") for column in table.columns]
-        datasets = {cell.where.partition(" ")[0] for cell in table.cells}
-        first = datasets.pop() if len(datasets) == 1 else "data"
-        rows = [_cell(table, cell) for cell in table.cells]
-        rows = [[row[0].removeprefix(f"{first} "), *row[1:]] for row in rows]
-        doc.table([first, "method", *both, "n", "scale", "how, and run ids"], rows, left=2)
-        doc.close()
+        title = f"{_table_name(table.id)}: {table.title} ({run} of {every} cells run)"
+        with doc.section(title, opened=run > 0):
+            _paper_table(doc, table)
+
+
+def _paper_table(doc: Document, table: Table) -> None:
+    doc.notes(table.notes)
+    both = [f"{who} {column}" for who in ("paper", "ours") for column in table.columns]
+    datasets = {cell.where.partition(" ")[0] for cell in table.cells}
+    first = datasets.pop() if len(datasets) == 1 else "data"
+    rows = [_cell(table, cell) for cell in table.cells]
+    rows = [[row[0].removeprefix(f"{first} "), *row[1:]] for row in rows]
+    doc.table([first, "method", *both, "n", "scale", "how, and run ids"], rows, left=2)
 
 
 def _table_name(ident: str) -> str:
@@ -151,7 +154,7 @@ def write_report(uri: str, experiments: Sequence[str], out: Path) -> list[Result
     title = "Evenhand report" + (f": {', '.join(experiments)}" if experiments else "")
     doc.heading(1, title)
     finished = sum(run.status == "FINISHED" for run in runs)
-    doc.text(f"{finished} finished runs of {len(runs)} at {redact(uri)}. Accuracies in percent on the test set.")
+    doc.text(f"Finished runs: {finished} of {len(runs)}, at {redact(uri)}. Accuracies in percent on the test set.")
     comparison(doc, runs)
     unfinished(doc, runs)
     paper(doc, runs)

@@ -1,4 +1,4 @@
-"""Runs as MLflow keeps them, grouped for comparison, and the tables of the paper they can be laid beside."""
+"""Runs from MLflow, grouped for comparison, and the paper's tables to compare them with."""
 
 from __future__ import annotations
 
@@ -9,23 +9,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from pipeline.checkpoints.upgrade import upgrade_param
+from pipeline.config import Config
 from shards.base.errors import UserError
 from shards.base.redact import redact
+from shards.base.settings import Effect, effect_of
+from shards.config import BuildConfig
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
 
 PAPER = Path(__file__).with_name("paper_tables.json")
-# Settings that may differ between two runs of the same thing.
-INCIDENTAL = (
-    "seed", "output", "tracking.", "checkpoint.", "train.device", "train.log_every", "train.timeout",
-    "train.stop_file", "train.deadline_minutes", "train.sample_log", "train.max_bad_steps", "data.threads",
-    "data.prefetch", "data.cache.", "data.loader", "table_cell", "shards.output",
-    "shards.url", "shards.path", "shards.writers", "shards.max_rejected", "shards.download",
-    "engine", "deepspeed.", "method.name",
-)  # fmt: skip
-OWN_DATA = ("folder", "list")  # names of sources that say nothing of the pictures
-
-
+OWN_DATA = ("folder", "list")  # their name says nothing about the pictures
 MANIFEST = "manifest"
 
 
@@ -59,12 +57,12 @@ class Result:
         return self.params.get("seed", "?")
 
     @property
-    def bias(self) -> tuple[str, float, float]:
+    def data_variant(self) -> tuple[str, float, float]:
         """(dataset, rho, noise): runs that share it can be compared."""
-        return self.dataset, self._bias("rho", 1.0), self._bias("noise", 0.0)
+        return self.dataset, self._shards_number("rho", 1.0), self._shards_number("noise", 0.0)
 
-    def _bias(self, name: str, default: float) -> float:
-        """As the manifest has it (tag), because shards that were built before need no such setting."""
+    def _shards_number(self, name: str, default: float) -> float:
+        """As in the manifest (tag): finished shards need no such setting."""
         return _number(self.tags.get(name), _number(self.params.get(f"shards.{name}"), default))
 
     def number(self, key: str, default: float = math.nan) -> float:
@@ -72,13 +70,17 @@ class Result:
 
     @cached_property
     def settings(self) -> dict[str, str]:
-        """What makes a difference to the result. Two draws of the same bias are two sets of labels."""
-        known = {key: value for key, value in self.params.items() if not _incidental(key)}
-        return known | {MANIFEST: self.manifest}
+        """What the result depends on, besides the seed. The manifest's hash stands for all settings of the shards."""
+        out = {k: v for k, v in self.params.items() if k != "seed" and effect_of(Config, k) is not Effect.NONE}
+        return out | ({MANIFEST: self.manifest} if self.manifest else self.data_settings)
 
-
-def _incidental(key: str) -> bool:
-    return any(key.startswith(name) if name.endswith(".") else key == name for name in INCIDENTAL)
+    @cached_property
+    def data_settings(self) -> dict[str, str]:
+        """How the shards were built. A run that read finished shards (`shards.url`) does not know it."""
+        if self.params.get("shards.url"):
+            return {}
+        own = {k: v for k, v in self.params.items() if k.startswith("shards.")}
+        return {k: v for k, v in own.items() if effect_of(BuildConfig, k.removeprefix("shards.")) is Effect.RESULT}
 
 
 def _number(text: str | None, default: float) -> float:
@@ -90,41 +92,42 @@ def _number(text: str | None, default: float) -> float:
 
 def read_runs(uri: str, experiments: Sequence[str]) -> list[Result]:
     """All runs of the experiments (all experiments if none is named), oldest first."""
-    from pipeline.tracking.mlflow_sync import asking
+    from pipeline.tracking.mlflow_sync import mlflow_client
 
-    with asking(uri) as client:
+    with mlflow_client(uri) as client:
         return _read_runs(client, uri, experiments)
 
 
-def _read_runs(client: Any, uri: str, experiments: Sequence[str]) -> list[Result]:
+def _read_runs(client: MlflowClient, uri: str, experiments: Sequence[str]) -> list[Result]:
     from pipeline.tracking.mlflow_sync import JOB_TAG
 
-    found: list[Any] = list(client.search_experiments())
-    names = {experiment.name for experiment in found}
+    known = list(client.search_experiments())
+    names = {experiment.name for experiment in known}
     for name in experiments:
         if name not in names:
-            known = ", ".join(sorted(names))
-            raise UserError(f"There is no experiment '{name}' at {redact(uri)}. It has {known}.")
-    wanted = [e.experiment_id for e in found if not experiments or e.name in experiments]
+            listed = ", ".join(sorted(names))
+            raise UserError(f"There is no experiment '{name}' at {redact(uri)}. It has {listed}.")
+    wanted = [e.experiment_id for e in known if not experiments or e.name in experiments]
     out: list[Result] = []
     token: str | None = None
     while True:
         page = client.search_runs(wanted, "", order_by=["attributes.start_time ASC"], page_token=token)
         for run in page:
-            if {JOB_TAG, "method"} <= run.data.tags.keys():  # not the parent of a sweep, nor somebody else's run
+            if {JOB_TAG, "method"} <= run.data.tags.keys():  # not the parent of a sweep, nor another project's run
                 out.append(_result(client, run))
         token = page.token
         if not token:
             return out
 
 
-def _result(client: Any, run: Any) -> Result:
-    data = run.data
-    facts = dict(data.params), dict(data.metrics), dict(data.tags)
-    return Result(run.info.run_id, run.info.run_name or "", run.info.status, *facts, _figures(client, run))
+def _result(client: MlflowClient, run: Run) -> Result:
+    info, data = run.info, run.data
+    params = {upgrade_param(key): value for key, value in data.params.items()}
+    metrics, tags = dict(data.metrics), dict(data.tags)
+    return Result(info.run_id, info.run_name or "", info.status, params, metrics, tags, _figure_data(client, run))
 
 
-def _figures(client: Any, run: Any) -> dict[str, Any]:
+def _figure_data(client: MlflowClient, run: Run) -> dict[str, Any]:
     import tempfile
 
     from mlflow import MlflowException
@@ -134,9 +137,10 @@ def _figures(client: Any, run: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             path = client.download_artifacts(run.info.run_id, "figures/data.json", folder)
-            return json.loads(Path(path).read_text(encoding="utf-8"))
-        except (MlflowException, OSError, ValueError):  # a run without pictures still has numbers
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (MlflowException, OSError, ValueError):  # a run without figures still has metrics
             return {}
+    return data if isinstance(data, dict) else {}
 
 
 # -- means over seeds ------------------------------------------------------------------------------
@@ -144,7 +148,7 @@ def _figures(client: Any, run: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Mean:
-    """Mean and spread (sample standard deviation) of one number over runs; never without the runs."""
+    """Mean and spread (sample standard deviation) of one metric over runs, with the run ids."""
 
     value: float
     spread: float | None
@@ -152,12 +156,12 @@ class Mean:
 
 
 def mean_of(runs: Iterable[Result], metric: str) -> Mean | None:
-    found = [(r.metrics[metric], r.run_id) for r in runs if math.isfinite(r.metrics.get(metric, math.nan))]
-    if not found:
+    counted = [run for run in runs if math.isfinite(run.metrics.get(metric, math.nan))]
+    if not counted:
         return None
-    values = [value for value, _ in found]
+    values = [run.metrics[metric] for run in counted]
     spread = statistics.stdev(values) if len(values) > 1 else None
-    return Mean(statistics.fmean(values), spread, tuple(run for _, run in found))
+    return Mean(statistics.fmean(values), spread, tuple(run.run_id for run in counted))
 
 
 @dataclass(frozen=True)
@@ -167,31 +171,46 @@ class Row:
     label: str
     method: str
     runs: tuple[Result, ...]
-    repeated: tuple[Result, ...] = ()  # older runs with a seed that was run again
+    repeated: tuple[Result, ...] = ()  # older runs of a seed that was run again
 
 
 def compare(runs: Sequence[Result]) -> dict[tuple[str, float, float], list[Row]]:
-    """Finished runs by data, then by method and settings. A label says what sets a row apart from its
-    neighbours.
-    """
+    """Finished runs by data, then by method and settings. A label says in what a row differs from the others."""
     out: dict[tuple[str, float, float], list[Row]] = {}
     for run in runs:
         if run.status == "FINISHED":
-            out.setdefault(run.bias, [])
-    for bias, rows in out.items():
-        here = [run for run in runs if run.bias == bias and run.status == "FINISHED"]
+            out.setdefault(run.data_variant, [])
+    for variant, rows in out.items():
+        here = [run for run in runs if run.data_variant == variant and run.status == "FINISHED"]
         groups: dict[tuple[str, tuple[tuple[str, str], ...]], list[Result]] = {}
         for run in here:
             groups.setdefault((run.method, tuple(sorted(run.settings.items()))), []).append(run)
-        for (method, settings), members in groups.items():
-            others = [dict(s) for m, s in groups if m == method]
-            apart = {k: f"{k}={v}" for k, v in settings if any(other.get(k) != v for other in others)}
-            if len(apart) > 1:
-                apart.pop(MANIFEST, None)  # it follows from the rest
+        for (method, _), members in groups.items():
+            label = _label(members, [others for (name, _), others in groups.items() if name == method])
             newest = {run.seed: run for run in members}  # the list is in order of time
             repeated = tuple(run for run in members if run is not newest[run.seed])
-            rows.append(Row(" ".join([method, *apart.values()]), method, tuple(newest.values()), repeated))
+            rows.append(Row(label, method, tuple(newest.values()), repeated))
     return out
+
+
+def _label(members: list[Result], groups: list[list[Result]]) -> str:
+    """The method and the settings in which these runs differ from the other groups of the same method."""
+    apart = _differing(members[0].settings, [group[0].settings for group in groups])
+    if MANIFEST in apart:  # said by the settings the shards were built with, where these are known
+        built = [_first(run.data_settings for run in group) for group in groups]
+        differing = _differing(_first(run.data_settings for run in members), [other for other in built if other])
+        if differing:
+            del apart[MANIFEST]
+            apart |= differing
+    return " ".join([members[0].method, *(f"{key}={value}" for key, value in sorted(apart.items()))])
+
+
+def _differing(own: dict[str, str], others: list[dict[str, str]]) -> dict[str, str]:
+    return {key: value for key, value in own.items() if any(other.get(key) != value for other in others)}
+
+
+def _first(settings: Iterable[dict[str, str]]) -> dict[str, str]:
+    return next(filter(None, settings), {})
 
 
 # -- the paper -------------------------------------------------------------------------------------
@@ -199,14 +218,14 @@ def compare(runs: Sequence[Result]) -> dict[tuple[str, float, float], list[Row]]
 
 @dataclass(frozen=True)
 class Cell:
-    """A number of the paper and what we have for it."""
+    """A number of the paper and our runs for it."""
 
     shown: str
     where: str
     paper: dict[str, float | None]
     ours: dict[str, Mean | None]
     rows: tuple[Row, ...]
-    reduced: tuple[str, ...]  # in what our runs are smaller or other than the paper's
+    reduced: tuple[str, ...]  # how our runs differ from the paper's protocol
 
 
 @dataclass(frozen=True)
@@ -225,10 +244,9 @@ class Table:
 
 
 def paper_tables(runs: Sequence[Result]) -> tuple[str, list[Table]]:
-    """(source, tables): each cell of the paper with the finished runs that answer it.
+    """(source, tables): each cell of the paper with the finished runs that match it.
 
-    Runs with other settings, say another number of epochs, are other cells of ours: each set of settings
-    has its own line.
+    Each set of settings has a line of its own, for example each number of epochs.
     """
     data = json.loads(PAPER.read_text(encoding="utf-8"))
     finished = [run for run in runs if run.status == "FINISHED"]
@@ -236,9 +254,9 @@ def paper_tables(runs: Sequence[Result]) -> tuple[str, list[Table]]:
     for table in data["tables"]:
         cells: list[Cell] = []
         for cell in sorted(table["cells"], key=lambda c: (c["dataset"], c["noise"], c["rho"])):
-            answers = [run for run in finished if _answers(run, table["id"], cell, data["standard"])]
+            matching = [run for run in finished if _matches(run, table["id"], cell, data["standard"])]
             where = f"{cell['dataset']} rho={cell['rho']:g} noise={cell['noise']:g}"
-            rows: list[Row | None] = [row for group in compare(answers).values() for row in group]
+            rows: list[Row | None] = [row for group in compare(matching).values() for row in group]
             for row in rows or [None]:
                 members = row.runs if row else ()
                 ours = {name: mean_of(members, metric) for name, metric in table["columns"].items()}
@@ -248,11 +266,11 @@ def paper_tables(runs: Sequence[Result]) -> tuple[str, list[Table]]:
     return data["source"], tables
 
 
-def _answers(run: Result, table: str, cell: dict[str, Any], standard: dict[str, Any]) -> bool:
-    tagged = run.params.get("table_cell") or run.tags.get("table_cell") or ""
-    if tagged and table not in tagged.replace(",", " ").split():
+def _matches(run: Result, table: str, cell: dict[str, Any], standard: dict[str, Any]) -> bool:
+    tables = run.params.get("table_cell") or run.tags.get("table_cell") or ""
+    if tables and table not in tables.replace(",", " ").split():
         return False
-    if run.method != cell["method"] or run.bias != (
+    if run.method != cell["method"] or run.data_variant != (
         cell["dataset"],
         float(cell["rho"]),
         float(cell["noise"]),
@@ -262,17 +280,19 @@ def _answers(run: Result, table: str, cell: dict[str, Any], standard: dict[str, 
         return False  # the tables are about the first 50 classes
     if run.method != "prototypical":
         return True
-    asked = {**standard, **cell.get("settings", {})}
-    return _variant({key: run.params.get(key, value) for key, value in standard.items()}) == _variant(asked)
+    wanted = {**standard, **cell.get("settings", {})}
+    return _ablation_switches(
+        {key: run.params.get(key, value) for key, value in standard.items()}
+    ) == _ablation_switches(wanted)
 
 
-def _variant(settings: dict[str, Any]) -> dict[str, Any]:
-    """The switches of the paper's ablations, in one spelling."""
+def _ablation_switches(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings that the paper's ablations change, as comparable values."""
     plain = {key: _plain(value) for key, value in settings.items()}
     out = {key: plain[key] == _plain(off) for key, off in _OFF.items()}
-    course = plain["method.threshold"]
-    value = {"exponential": plain["method.threshold_growth"], "linear": plain["method.threshold_end"]}.get(course)
-    out["course"] = ("exponential", 1.005) if course == "transfer" else (course, value)
+    schedule = plain["method.threshold"]
+    value = {"exponential": plain["method.threshold_growth"], "linear": plain["method.threshold_end"]}.get(schedule)
+    out["threshold"] = ("exponential", 1.005) if schedule == "transfer" else (schedule, value)
     return out
 
 

@@ -32,18 +32,19 @@ COMMAND = cli.Command(
 
 
 def replay(folder: Path, uri: str) -> int:
-    """Send what a dead job left in its folder. A run without a recorded end is marked FAILED. Returns the number of
-    records sent."""
-    from pipeline.tracking.mlflow_sync import Shipper
+    """Send what a dead job left in its folder. A run without an end is marked FAILED. Returns the number of records
+    sent.
+    """
+    from pipeline.tracking.mlflow_sync import JournalSync
 
     paths = sorted(folder.glob("journal*.jsonl"))
     if not paths:
         raise UserError(f"There is no journal in {folder}. Give the output folder of a run.")
-    shipped = left = 0
+    sent = left = 0
     for path in paths:
         with lock(path) as mine:
             if not mine:
-                raise UserError(f"{path} is being shipped by its job, which is still running, or by another replay.")
+                raise UserError(f"{path} is in use: its job is still running, or another replay sends it.")
             kind = None
             for _, record in journal.read(path):
                 kind = record["kind"]
@@ -53,25 +54,25 @@ def replay(folder: Path, uri: str) -> int:
                 ending.append({"kind": "end", "time": now(), "status": "FINISHED" if finished else "FAILED"})
                 ending.close()
             try:
-                shipper = Shipper(uri, path)
-                shipper.ship(last=True)
+                sync = JournalSync(uri, path)
+                sync.sync(last=True)
             except Exception as error:
                 raise UserError(
                     f"MLflow at {redact(uri)}: {one_line(error)}. {path} is kept; try again later."
                 ) from error
-            shipped += shipper.shipped
+            sent += sync.sent
             left += pending(path)
             if path.name == JOURNAL:
-                _note_run(folder / "summary.json", shipper.run_id)
+                _note_run(folder / "summary.json", sync.run_id)
     if left:
         raise UserError(
             f"{left} artifacts were not taken by MLflow at {redact(uri)}; the rest is there. Try again later."
         )
-    return shipped
+    return sent
 
 
 def _note_run(file: Path, run_id: str) -> None:
-    """A run that ended without a server did not know its id."""
+    """Write the run id into the summary: a run that ended without a server does not have it."""
     summary = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if "run_id" in summary and not summary["run_id"]:
         atomic_write(file, json.dumps(summary | {"run_id": run_id}, indent=1) + "\n")

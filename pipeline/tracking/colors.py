@@ -1,7 +1,7 @@
-"""How a method looks: the same colour, dash and marker in every picture, every report and in MLflow.
+"""Colour, dash and marker of each method: the same in every figure, every report and in MLflow.
 
-The colours are Okabe and Ito's, which colour-blind people tell apart; dashes and markers differ too, for
-print without colour.
+The colours are Okabe and Ito's, made for colour-blind readers; dashes and markers differ too, for print without
+colour.
 """
 
 from __future__ import annotations

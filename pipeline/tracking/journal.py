@@ -1,7 +1,7 @@
-"""The journal of a run: an append-only file of JSON lines, the truth about everything that was measured.
+"""The journal of a run: an append-only file of JSON lines with everything that was measured.
 
-Whoever trains only ever appends here. What becomes of the lines (an MLflow server, a report) is somebody
-else's work and can fail, wait and start again without the training noticing.
+The training only appends. Another thread sends the lines to MLflow; it can fail, wait and start again without any
+effect on the training.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ log = logging.getLogger(__name__)
 
 
 class Journal:
-    """Appends records; never raises and never waits for anything but the local file system.
+    """Appends records; never raises and waits for nothing but the local file system.
 
-    If the disk is full the lines wait in memory and are written with the next record that fits.
+    If the disk is full, lines stay in memory and are written with the next record that fits.
     """
 
     def __init__(self, path: Path, keep: int | None = None) -> None:
-        """Open for appending; with `keep`, only that many bytes of what is there stay."""
+        """Open for appending; with `keep`, the file is first cut to that many bytes."""
         self.path = path
         self._lock = threading.Lock()
         self._waiting: list[bytes] = []
@@ -56,15 +56,15 @@ class Journal:
                 raise OSError(28, "No space left on device")
         except OSError as error:
             if len(self._waiting) == 1:
-                log.warning("%s cannot be written (%s); its lines wait in memory.", self.path, error.strerror)
+                log.warning("%s cannot be written (%s); its lines stay in memory.", self.path, error.strerror)
             with contextlib.suppress(OSError):
-                os.ftruncate(self._file, self.size)  # no half line stays behind
+                os.ftruncate(self._file, self.size)  # leave no partial line
             return
         self.size += len(data)
         self._waiting.clear()
 
-    def sync(self) -> None:
-        """Ask the disk to keep what was written; called away from the training."""
+    def fsync(self) -> None:
+        """Flush to the disk; not called by the training thread."""
         with contextlib.suppress(OSError):
             os.fsync(self._file)
 
@@ -73,18 +73,16 @@ class Journal:
             if self._waiting:
                 self._write()
             os.close(self._file)
-            self._file = -1  # the number may soon be another file's
+            self._file = -1  # the number may be reused for another file
 
     def _last_line_end(self) -> int:
-        """A process that died may have left half a line: where the last whole one ends."""
+        """Where the last complete line ends; a process that died may have left a partial one."""
         tail = os.pread(self._file, 1 << 20, max(0, self.size - (1 << 20)))
         return self.size - len(tail) + tail.rfind(b"\n") + 1
 
 
 def read(path: Path, offset: int = 0) -> Iterator[tuple[int, Record]]:
-    """(end of the line, record) for every whole line from `offset` on. A line that is not JSON is named and
-    left out.
-    """
+    """(end of the line, record) of every complete line from `offset` on. A line that is not JSON is skipped."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -96,17 +94,17 @@ def read(path: Path, offset: int = 0) -> Iterator[tuple[int, Record]]:
             try:
                 record = json.loads(line)
             except ValueError:
-                log.warning("%s: the line that ends at byte %d is not JSON and is left out.", path, offset)
+                log.warning("%s: the line that ends at byte %d is not JSON and is skipped.", path, offset)
                 continue
             if isinstance(record, dict):
                 yield offset, record
 
 
-# -- how far the journal has been shipped ----------------------------------------------------------
+# -- how far the journal has been sent (the file keeps its name, .shipped) --------------------------
 
 
 def pending(path: Path) -> int:
-    """Records of the journal that no server has acknowledged."""
+    """Number of records that no server has acknowledged."""
     cursor = read_cursor(path)
     return sum(1 for _ in read(path, cursor.get("offset", 0))) + len(cursor.get("deferred", []))
 
@@ -120,12 +118,12 @@ def write_cursor(path: Path, cursor: Record) -> None:
 
 
 def rewind(path: Path, size: int) -> None:
-    """After the journal was cut: what lies behind its end has to be looked at again."""
+    """After the journal was cut: what follows is sent again."""
     cursor = read_cursor(path)
     if cursor.get("offset", 0) > size:
         write_cursor(path, {**cursor, "offset": size, "deferred": []})
 
 
 def lock(path: Path, stop: threading.Event | None = None) -> AbstractContextManager[bool]:
-    """One process sends a journal, the job itself or a replay. With `stop`, wait for the lock until it is set."""
+    """One process at a time sends a journal: the job or a replay. With `stop`, wait for the lock until it is set."""
     return file_lock(Path(f"{path}.lock"), stop.is_set if stop else lambda: True)

@@ -6,17 +6,23 @@ import io
 import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+if TYPE_CHECKING:
+    import pandas as pd
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+    from mlflow.models import ModelSignature
+
 
 def log_model(uri: str, run_id: str, folder: Path, register_as: str = "") -> str:
-    """Make the exported folder an MLflow model of the run, once; returns its id."""
+    """Upload the exported folder as an MLflow model of the run, once; returns the model's id."""
     import mlflow
     from mlflow import MlflowClient
 
-    mlflow.set_tracking_uri(uri)  # the registry looks models up there, whatever the client was told
+    mlflow.set_tracking_uri(uri)  # the registry uses this one, not the client's
     client = MlflowClient()
     run = client.get_run(run_id)
     known = run.outputs.model_outputs if run.outputs else []
@@ -26,21 +32,21 @@ def log_model(uri: str, run_id: str, folder: Path, register_as: str = "") -> str
     return model_id
 
 
-def _upload(client: Any, run: Any, folder: Path) -> str:
+def _upload(client: MlflowClient, run: Run, folder: Path) -> str:
     import mlflow
     from mlflow.entities import LoggedModelOutput, LoggedModelStatus
 
     run_id = run.info.run_id
     signature, example = _signature()
-    facts = {key: value for key, value in run.data.params.items() if key in ("method.name", "seed", "train.epochs")}
-    begun = client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run_id}'")
-    model = next(iter(begun), None)  # from an attempt that was cut off
+    params = {key: value for key, value in run.data.params.items() if key in ("method.name", "seed", "train.epochs")}
+    earlier = client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run_id}'")
+    model = next(iter(earlier), None)  # of an attempt that was interrupted
     if model is None:
-        model = client.create_logged_model(run.info.experiment_id, "model", run_id, params=facts)
+        model = client.create_logged_model(run.info.experiment_id, "model", run_id, params=params)
     with tempfile.TemporaryDirectory() as temporary:
-        place = Path(temporary) / "model"
+        saved = Path(temporary) / "model"
         mlflow.pyfunc.save_model(
-            str(place),
+            str(saved),
             loader_module="pipeline.exported",
             data_path=str(folder),
             signature=signature,
@@ -48,13 +54,13 @@ def _upload(client: Any, run: Any, folder: Path) -> str:
             pip_requirements=_requirements(),
             mlflow_model=mlflow.models.Model(run_id=run_id, model_uuid=model.model_id, model_id=model.model_id),
         )
-        client.log_model_artifacts(model.model_id, str(place))
+        client.log_model_artifacts(model.model_id, str(saved))
     client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
     client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
     return model.model_id
 
 
-def _signature() -> tuple[Any, Any]:
+def _signature() -> tuple[ModelSignature, pd.DataFrame]:
     import pandas as pd
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, DataType, Schema
@@ -63,7 +69,7 @@ def _signature() -> tuple[Any, Any]:
 
     file = io.BytesIO()
     Image.fromarray(np.full((32, 32, 3), 128, np.uint8)).save(file, "png")
-    answers: list[tuple[str, Any]] = [
+    answers: list[tuple[str, DataType | Array]] = [
         ("label", DataType.string), ("class", DataType.long), ("score", DataType.double),
         ("scores", Array(DataType.double)), ("problem", DataType.string),
     ]  # fmt: skip
@@ -73,17 +79,17 @@ def _signature() -> tuple[Any, Any]:
 
 
 def _requirements() -> list[str]:
-    """This package and what decides the numbers it computes."""
-    found = []
+    """This package and the packages its numbers depend on."""
+    requirements = []
     for name in ("evenhand", "torch", "mlflow"):
         try:
-            found.append(f"{name}=={version(name).partition('+')[0]}")
+            requirements.append(f"{name}=={version(name).partition('+')[0]}")
         except PackageNotFoundError:
             continue  # run from a source tree
-    return found
+    return requirements
 
 
-def _register(client: Any, name: str, model_id: str, run_id: str) -> None:
+def _register(client: MlflowClient, name: str, model_id: str, run_id: str) -> None:
     from mlflow import MlflowException
 
     try:

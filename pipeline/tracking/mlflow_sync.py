@@ -1,8 +1,7 @@
-"""From the journal to MLflow. This is the door to mlflow: importing it takes seconds, so only threads and
-commands do.
+"""Sends the journal to MLflow. Importing mlflow takes seconds, so only threads and commands import this module.
 
-The server is asked what it already has before anything is sent again: a batch whose answer was lost, a
-journal cut back by a resume and a second replay all end with every (metric, step) there exactly once.
+Before anything is sent again, the server is asked what it has. A batch whose answer was lost, a journal cut by a
+resume and a second replay all end with every (metric, step) there exactly once.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-# A short answer or none: the journal is patient, a thread stuck in a request is not. The user's own values
-# win.
+# Short timeouts: the journal can wait, a thread that hangs in a request cannot stop. The user's own values win.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
@@ -38,14 +36,14 @@ from shards.base.errors import UserError
 from shards.base.files import file_lock
 from shards.base.redact import one_line, redact
 
-logging.getLogger("urllib3").setLevel(logging.ERROR)  # every retry would be told; we tell the outage
+logging.getLogger("urllib3").setLevel(logging.ERROR)  # it logs every retry; the tracker logs the outage once
 BATCH = 500
 JOB_TAG = "evenhand.job"
 log = logging.getLogger(__name__)
 
 
-def connect(uri: str) -> tuple[MlflowClient, str]:
-    """(client, URI as mlflow shall know it). Makes the folder of an sqlite database."""
+def create_client(uri: str) -> tuple[MlflowClient, str]:
+    """(client, URI without credentials). Creates the folder of an sqlite database."""
     uri = without_credentials(uri)
     database = sqlite_path(uri)
     if database is None:
@@ -59,24 +57,22 @@ def connect(uri: str) -> tuple[MlflowClient, str]:
 
 
 @contextlib.contextmanager
-def asking(uri: str) -> Iterator[MlflowClient]:
-    """A client for commands that look at runs: nothing is made, and a server that does not answer is told by a
-    sentence.
-    """
+def mlflow_client(uri: str) -> Iterator[MlflowClient]:
+    """A client for commands that read runs: creates nothing; a server that does not answer is a UserError."""
     database = sqlite_path(uri)
     if database is not None and not database.is_file():
         raise UserError(f"There is no MLflow database {database}. Train something first, or give uri=.")
     try:
-        client, clean = connect(uri)
-        mlflow.set_tracking_uri(clean)  # downloads look there, whatever the client was told
+        client, clean = create_client(uri)
+        mlflow.set_tracking_uri(clean)  # downloads use this one, not the client's
         yield client
     except (mlflow.MlflowException, SQLAlchemyError, OSError) as error:
         raise UserError(f"MLflow at {redact(uri)}: {one_line(error)}. Check uri= and the server.") from error
 
 
 def without_credentials(uri: str) -> str:
-    """The URI of a server; its credentials move where mlflow looks for them and hides them. Those of a database
-    (postgresql://) have no other place than the URI.
+    """The URI of a server; its credentials move to the environment variables mlflow reads. Those of a database
+    (postgresql://) stay in the URI, because they have no other place.
     """
     parts = urlsplit(uri)
     if not parts.username or parts.scheme not in ("http", "https"):
@@ -90,104 +86,104 @@ def sqlite_path(uri: str) -> Path | None:
     return Path(uri.removeprefix("sqlite:///")).absolute() if uri.startswith("sqlite:///") else None
 
 
-def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
-    """The experiment, made if need be; a local database keeps its artifacts in a folder beside it."""
-    found = client.get_experiment_by_name(name)
-    if found is None:
+def get_or_create_experiment(client: MlflowClient, uri: str, name: str) -> str:
+    """The id of the experiment, created if missing; a local database has its artifacts in a folder beside it."""
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
         database = sqlite_path(uri)
         location = (database.parent / "mlartifacts").as_uri() if database else None
         try:
             kind = {"mlflow.experimentKind": "custom_model_development"}  # the UI opens with runs and charts
             return client.create_experiment(name, location, kind)
         except mlflow.MlflowException:
-            found = client.get_experiment_by_name(name)  # another job was quicker
-            if found is None:
+            experiment = client.get_experiment_by_name(name)  # another job created it first
+            if experiment is None:
                 raise
-    if found.lifecycle_stage == "deleted":
+    if experiment.lifecycle_stage == "deleted":
         raise UserError(f"The MLflow experiment '{name}' was deleted; restore it or choose another tracking.experiment")
-    return found.experiment_id
+    return experiment.experiment_id
 
 
-class Shipper:
-    """Ships one journal to one server and remembers, beside the journal, how far it got."""
+class JournalSync:
+    """Sends one journal to one server and stores, beside the journal, how far it came."""
 
     def __init__(self, uri: str, path: Path) -> None:
-        self.client, self.uri = connect(uri)
+        self.client, self.uri = create_client(uri)
         self.path, self.folder = path, path.parent
         self.cursor = read_cursor(path)
         server = hashlib.sha256(redact(self.uri).encode()).hexdigest()[:16]
-        if self.cursor.get("server") != server:  # a server that has seen nothing of this journal
+        if self.cursor.get("server") != server:  # this server has nothing of the journal yet
             self.cursor = {"server": server, "offset": 0, "deferred": []}
-        self.run_id = ""  # empty: not attached
-        self.keys: set[str] = set()  # metrics the server has points of
-        self.seen: dict[str, set[int]] = {}  # their steps, fetched when first needed
-        self.metrics: list[Metric] = []
-        self.shipped = 0  # records, in the life of this object
+        self.run_id = ""  # empty: not known yet
+        self.known_metrics: set[str] = set()  # metrics the server has
+        self.known_steps: dict[str, set[int]] = {}  # their steps, fetched when first needed
+        self.queued: list[Metric] = []
+        self.sent = 0  # records sent by this object
 
-    def ship(self, last: bool = False) -> None:
-        """Everything that is in the journal now; raises where it gets stuck, having noted how far it came."""
+    def sync(self, last: bool = False) -> None:
+        """Send everything that is in the journal now. On an error the position reached is stored, then it is raised."""
         try:
             if not self.run_id or last:
-                self._attach()
+                self._find_or_create_run()
                 self._retry_deferred()
             reached = self.cursor["offset"]
             for end, record in journal.read(self.path, self.cursor["offset"]):
-                self._take(record)
-                self.shipped += 1
-                if record["kind"] != "metrics" or len(self.metrics) >= BATCH:
+                self._handle(record)
+                self.sent += 1
+                if record["kind"] != "metrics" or len(self.queued) >= BATCH:
                     self._flush(end)
                 reached = end
             self._flush(reached)
         except Exception:
-            self.run_id, self.metrics = "", []  # ask again what the server has
+            self.run_id, self.queued = "", []  # ask again what the server has
             raise
 
     def _flush(self, offset: int) -> None:
-        if not self.metrics and offset == self.cursor["offset"]:
+        if not self.queued and offset == self.cursor["offset"]:
             return
-        for first in range(0, len(self.metrics), BATCH):
-            batch = self.metrics[first : first + BATCH]
+        for first in range(0, len(self.queued), BATCH):
+            batch = self.queued[first : first + BATCH]
             self.client.log_batch(self.run_id, metrics=batch, synchronous=True)
-        self.metrics = []
+        self.queued = []
         self.cursor["offset"] = offset
         write_cursor(self.path, self.cursor)
 
-    def _take(self, record: Record) -> None:
+    def _handle(self, record: Record) -> None:
         kind = record["kind"]
         if kind == "metrics":
-            self._collect(record)
+            self._queue_metrics(record)
         elif kind == "start":
             self._flush(self.cursor["offset"])
-            self._describe(record)
+            self._log_params_and_tags(record)
         elif kind == "end":
             self._flush(self.cursor["offset"])
             self.client.set_terminated(self.run_id, record["status"], end_time=record["time"])
         else:
-            self._try(record)
+            self._send_or_defer(record)
 
-    def _collect(self, record: Record) -> None:
+    def _queue_metrics(self, record: Record) -> None:
         for key, value in record["values"].items():
             key = clean_key(key)
-            if key not in self.seen:
-                history = self.client.get_metric_history(self.run_id, key) if key in self.keys else []
-                self.seen[key] = {point.step for point in history}
-            if record["step"] not in self.seen[key]:
-                self.seen[key].add(record["step"])
-                self.metrics.append(Metric(key, value, record["time"], record["step"]))
+            if key not in self.known_steps:
+                history = self.client.get_metric_history(self.run_id, key) if key in self.known_metrics else []
+                self.known_steps[key] = {point.step for point in history}
+            if record["step"] not in self.known_steps[key]:
+                self.known_steps[key].add(record["step"])
+                self.queued.append(Metric(key, value, record["time"], record["step"]))
 
     # -- the run -----------------------------------------------------------------------------------
 
-    def _attach(self) -> None:
-        """Find this job's run by its tag, or make it."""
+    def _find_or_create_run(self) -> None:
+        """Find this job's run by its tag, or create it."""
         start = next((r for _, r in journal.read(self.path) if r["kind"] == "start"), None)
         if start is None:
             raise UserError(f"{self.path} does not begin with the start of a run")
-        experiment = experiment_id(self.client, self.uri, start["experiment"])
-        found = self.client.search_runs([experiment], f"tags.`{JOB_TAG}` = '{start['job']}'", max_results=10)
-        if found:
+        experiment = get_or_create_experiment(self.client, self.uri, start["experiment"])
+        runs = self.client.search_runs([experiment], f"tags.`{JOB_TAG}` = '{start['job']}'", max_results=10)
+        if runs:
             before = self.cursor.get("run_id")
-            run = min(found, key=lambda one: (one.info.run_id != before, one.info.run_id))
-            for other in found:  # a slow server may have made a run after we had given up waiting for it
+            run = min(runs, key=lambda one: (one.info.run_id != before, one.info.run_id))
+            for other in runs:  # a slow server may have created a run after our request timed out
                 if other is not run:
                     self.client.delete_run(other.info.run_id)
         else:
@@ -196,10 +192,10 @@ class Shipper:
         if self.cursor.get("run_id") != run.info.run_id:
             self.cursor |= {"run_id": run.info.run_id, "offset": 0, "deferred": []}
         self.run_id = run.info.run_id
-        self.keys, self.seen = set(run.data.metrics), {}
+        self.known_metrics, self.known_steps = set(run.data.metrics), {}
 
-    def _describe(self, start: Record) -> None:
-        """Params and tags of a start. MLflow's params are final: what a resume changed is told by a tag."""
+    def _log_params_and_tags(self, start: Record) -> None:
+        """Params and tags of a start record. MLflow's params are final: what a resume changed becomes a tag."""
         known = self.client.get_run(self.run_id).data.params
         params, tags = [], [RunTag(clean_key(key), str(value)[:5000]) for key, value in start["tags"].items()]
         for key, value in start["params"].items():
@@ -213,10 +209,10 @@ class Shipper:
             self.client.log_batch(self.run_id, params=params[few], tags=tags[few], synchronous=True)
         self.client.update_run(self.run_id, status="RUNNING")
 
-    # -- what is more than a number ----------------------------------------------------------------
+    # -- artifacts, models, datasets ---------------------------------------------------------------
 
-    def _try(self, record: Record) -> None:
-        """An artifact that fails must not hold up the metrics behind it: it is put aside and tried again."""
+    def _send_or_defer(self, record: Record) -> None:
+        """An artifact that fails must not block the metrics after it: it is deferred and tried again."""
         try:
             self._send(record)
         except Exception as error:
@@ -227,13 +223,13 @@ class Shipper:
                 one_line(error),
             )
             self.cursor["deferred"].append(record)
-            self.shipped -= 1
+            self.sent -= 1
 
     def _retry_deferred(self) -> None:
         waiting, self.cursor["deferred"] = self.cursor["deferred"], []
         for record in waiting:
-            self.shipped += 1
-            self._try(record)
+            self.sent += 1
+            self._send_or_defer(record)
         if waiting:
             write_cursor(self.path, self.cursor)
 
@@ -255,7 +251,7 @@ class Shipper:
 
 
 def clean_key(key: str) -> str:
-    """The key with what MLflow refuses in a name replaced."""
+    """The key with characters that MLflow refuses replaced."""
     return re.sub(r"/+", "/", re.sub(r"[^\w\-. :/]", "_", key)).strip("/. ")[:250] or "_"
 
 

@@ -1,4 +1,4 @@
-"""What the machine is doing: CPU, memory, disk and GPU, under the names MLflow's system page knows."""
+"""CPU, memory, disk and GPU use, under the names MLflow's system page knows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 
 MEGABYTE = 1e6
-psutil.cpu_percent()  # the first answer means nothing; each later one is about the time since the one before
+psutil.cpu_percent()  # the first value means nothing; each later one covers the time since the call before
 
 
 def usage(folder: Path) -> dict[str, float]:
@@ -23,7 +23,7 @@ def usage(folder: Path) -> dict[str, float]:
 
 
 def _gpus() -> dict[str, float]:
-    """Of every GPU here, asked from the driver: asking torch would open each of them for this process."""
+    """Use of every GPU, from the driver: torch would open a context on each of them."""
     try:
         import pynvml
     except ImportError:
@@ -37,6 +37,6 @@ def _gpus() -> dict[str, float]:
             out[f"system/gpu_{number}_memory_usage_percentage"] = 100 * memory.used / memory.total
             out[f"system/gpu_{number}_memory_usage_megabytes"] = memory.used / MEGABYTE
             out[f"system/gpu_{number}_utilization_percentage"] = float(pynvml.nvmlDeviceGetUtilizationRates(device).gpu)
-    except pynvml.NVMLError:  # no driver, or one that does not tell everything
+    except pynvml.NVMLError:  # no driver, or one that does not report everything
         pass
     return out

@@ -1,13 +1,12 @@
-"""MLflow may be down; training goes on.
+"""Tracking that never makes the training wait: MLflow may be down, the training goes on.
 
-Rank 0 appends to the run's journal and returns. A thread of its own imports mlflow, ships the journal in
-batches and starts over where it stopped when the server comes back. What a dead job left behind is shipped
-by
+Rank 0 appends to the run's journal and returns. A thread imports mlflow, sends the journal in batches and, when the
+server comes back, continues where it stopped. What a dead job left is sent by
 
     python -m pipeline.tracking replay FOLDER [uri=URI]
 
-One job is one MLflow run, whatever the number of ranks and restarts: the job's key stands in the journal,
-in the checkpoint and as a tag of the run.
+One job is one MLflow run, whatever the number of ranks and restarts: the job's key is in the journal, in the
+checkpoint and a tag of the run.
 """
 
 from __future__ import annotations
@@ -31,41 +30,39 @@ from shards.base.redact import one_line, redact, redact_all
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 JOURNAL = "journal.jsonl"
-SHIP_SECONDS = 2.0  # between batches
+SYNC_SECONDS = 2.0  # between batches
 LONGEST_PAUSE = 60.0  # between attempts while the server does not answer
 SAMPLE_SECONDS = 10.0  # between samples of CPU, memory and GPU use
-QUIET_SECONDS = 600.0  # that sampling lets a first epoch go before it
+QUIET_SECONDS = 600.0  # sampling waits this long for the first logged epoch
 DEFAULT_URI = str(TrackingConfig.model_fields["uri"].default)
 log = logging.getLogger(__name__)
 
 
-def tracking_uri(told: str = "") -> str:
-    """Where commands look for runs: what they were told, else the environment, else where training puts them."""
-    return told or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
+def tracking_uri(uri: str = "") -> str:
+    """Where commands look for runs: the given URI, else the environment, else where the training writes."""
+    return uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
 
 
 class NullTracker:
     """Tracking on ranks other than 0: the same calls, no effect."""
 
     run_id: str | None = None
-    lost = False  # the journal a checkpoint tells of is gone, with a machine's disk perhaps
+    lost = False  # the journal of the checkpoint is gone, perhaps with a machine's disk
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record metrics of one step. Returns at once, never raises."""
 
     def artifact(self, path: str | Path, to: str = "") -> None:
-        """Upload a file or a whole folder; `to`: where among the run's artifacts (a folder keeps its
-        name).
-        """
+        """Upload a file or a folder; `to`: where among the run's artifacts (a folder keeps its name)."""
 
     def dataset(self, facts: dict[str, Any]) -> None:
-        """Record what was trained on: name, digest, source, and any counts worth seeing."""
+        """Record the training data: name, digest, source and counts."""
 
     def model(self, folder: str | Path, register_as: str = "") -> None:
-        """Log an exported model (pipeline.exported) as an MLflow model."""
+        """Log an exported model (pipeline.inference.model) as an MLflow model."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs for going on in the same run."""
+        """What a checkpoint needs to continue the same run."""
         return {}
 
     def finish(self, status: Status, wait: float | None = None) -> bool:
@@ -74,50 +71,42 @@ class NullTracker:
 
 
 class Tracker(NullTracker):
-    """Tracking on rank 0. `state` comes from a checkpoint: the journal goes back to where it was written."""
+    """Tracking on rank 0. With `state` from a checkpoint the journal is cut to where it was then."""
 
     def __init__(
         self,
         config: TrackingConfig,
         folder: Path,
-        name: str,
-        params: dict[str, object],
-        tags: dict[str, str],
-        state: dict[str, Any] | None = None,
+        journal: Journal,
+        job: str,
+        run_id: str | None,
+        began: int,
+        kept: int,
+        lost: bool,
     ) -> None:
-        self.config, self.folder = config, Path(folder)
-        self.path = self.folder / JOURNAL
-        self.run_id = (state or {}).get("run_id")
-        start: Record = {
-            "kind": "start",
-            "experiment": config.experiment,
-            "name": config.run_name or name,
-            "params": redact_all({key: str(value) for key, value in params.items()}),
-            "tags": redact_all(tags | config.tags | ({"mlflow.parentRunId": config.parent} if config.parent else {})),
-        }
-        start["job"], keep = self._take_over(start, state)
-        self._journal = Journal(self.path, keep)
-        self._kept = self._journal.size
-        self.lost = self._kept < keep
-        self._began = self._first_start() or now()
-        start["tags"] |= {"mlflow.user": _user(), "mlflow.source.name": "pipeline.train", **_commit()}
-        if "method" in tags:
-            start["tags"]["mlflow.runColor"] = style(tags["method"])["color"]
-        self._journal.append({**start, "time": now()})
-        self._job = start["job"]
+        self.config, self.folder, self.path = config, folder, journal.path
+        self.run_id, self.lost = run_id, lost
+        self._journal, self._job = journal, job
+        self._began, self._kept = (
+            began,
+            kept,
+        )  # first start of the job in ms; bytes of the journal from earlier attempts
         self._wake, self._closing = threading.Event(), threading.Event()
-        self._trouble = 0
-        self._told = threading.Event()  # the trainer has logged something
+        self._failures = 0
+        self._logged = threading.Event()  # the trainer has logged something
         self._threads: list[threading.Thread] = []
-        if config.system_metrics:
-            self._start(self._sample, "tracking-sampler")
-        self._start(self._ship, "tracking-shipper")
+
+    def start(self) -> None:
+        """Start the threads that sample the machine and send the journal to MLflow."""
+        if self.config.system_metrics:
+            self._start_thread(self._sample_loop, "tracking-sampler")
+        self._start_thread(self._sync_loop, "tracking-sync")
 
     # -- what the trainer calls --------------------------------------------------------------------
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._metrics(step, metrics)
-        self._told.set()
+        self._logged.set()
 
     def artifact(self, path: str | Path, to: str = "") -> None:
         self._journal.append({"kind": "artifact", "time": now(), "path": self._inside(path), "to": to})
@@ -133,11 +122,10 @@ class Tracker(NullTracker):
         return {"job": self._job, "run_id": self.run_id, "offset": self._journal.size}
 
     def finish(self, status: Status, wait: float | None = None) -> bool:
-        """Without `wait`: a minute after a good end; ten seconds for a job that was told to stop, or whose server
-        has not answered."""
+        """Without `wait`: a minute; ten seconds for a job that was stopped or whose server has not answered."""
         self._journal.append({"kind": "end", "time": now(), "status": status})
         if wait is None:
-            wait = 10.0 if self._trouble or status == "KILLED" else 60.0
+            wait = 10.0 if self._failures or status == "KILLED" else 60.0
         self._closing.set()
         self._wake.set()
         until = time.monotonic() + wait
@@ -152,29 +140,6 @@ class Tracker(NullTracker):
             )  # fmt: skip
         return left == 0
 
-    # -- the journal's beginning -------------------------------------------------------------------
-
-    def _take_over(self, start: Record, state: dict[str, Any] | None) -> tuple[str, int]:
-        """(job, bytes of the journal to keep). A journal of another job is put aside, never overwritten."""
-        old, ended = None, False
-        for _, record in journal.read(self.path):
-            old = record if record.get("kind") == "start" else old
-            ended = record.get("kind") == "end"
-        if state and (old is None or old["job"] == state.get("job")):
-            return state["job"], int(state.get("offset", 0))
-        job = state["job"] if state else uuid.uuid4().hex
-        if old is not None:
-            if not state and not ended and old["params"] == start["params"]:
-                return old["job"], 0  # it died before its first checkpoint and starts again: the same run
-            aside = self.folder / f"journal-{old['job'][:8]}.jsonl"
-            for suffix in ("", ".shipped"):
-                with contextlib.suppress(FileNotFoundError):
-                    os.replace(f"{self.path}{suffix}", f"{aside}{suffix}")
-        return job, 0
-
-    def _first_start(self) -> int | None:
-        return next((int(record["time"]) for _, record in journal.read(self.path)), None)
-
     def _inside(self, path: str | Path) -> str:
         """Relative to the run's folder where possible, so that a copied folder can still be replayed."""
         absolute = Path(path).resolve()
@@ -183,68 +148,116 @@ class Tracker(NullTracker):
 
     # -- the threads -------------------------------------------------------------------------------
 
-    def _start(self, work: Any, name: str) -> None:
+    def _start_thread(self, work: Any, name: str) -> None:
         thread = threading.Thread(target=work, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
 
-    def _ship(self) -> None:
-        """Ship, pause, ship; after trouble the pauses grow, at the end there is one last attempt. The journal is held
-        even if nothing is shipped: a replay would end a run that is alive.
+    def _sync_loop(self) -> None:
+        """Send, pause, send; after a failure the pauses grow; at the end there is one last attempt. The journal stays
+        locked even if nothing is sent: a replay would end a run that is alive.
         """
         with journal.lock(self.path, self._closing) as mine:
             if not mine:
                 return
-            rewind(self.path, self._kept)  # here, because a replay may have had the journal until now
+            rewind(self.path, self._kept)  # only under the lock: a replay may have sent until now
             if not self.config.uri:
                 self._closing.wait()
                 return
-            shipper = None
+            sync = None
             while True:
                 last = self._closing.is_set()
-                self._journal.sync()
+                self._journal.fsync()
                 try:
-                    if shipper is None:
-                        from pipeline.tracking.mlflow_sync import Shipper  # imports mlflow: seconds
+                    if sync is None:
+                        from pipeline.tracking.mlflow_sync import JournalSync  # imports mlflow: seconds
 
-                        shipper = Shipper(self.config.uri, self.path)
-                    shipper.ship(last)
-                    self.run_id = shipper.run_id
-                    if self._trouble:
+                        sync = JournalSync(self.config.uri, self.path)
+                    sync.sync(last)
+                    self.run_id = sync.run_id
+                    if self._failures:
                         log.warning(
-                            "MLflow at %s answers again; the journal has been replayed.",
+                            "MLflow at %s answers again; the journal has been sent.",
                             redact(self.config.uri),
                         )
-                    self._trouble = 0
+                    self._failures = 0
                 except Exception as error:
-                    self._trouble += 1
-                    if self._trouble == 1:
+                    self._failures += 1
+                    if self._failures == 1:
                         log.warning("MLflow at %s: %s. Training goes on; the journal keeps everything.",
                                     redact(self.config.uri), one_line(error))  # fmt: skip
                 if last:
                     return
-                pause = SHIP_SECONDS * (2**self._trouble if self._trouble < 6 else 64)
+                pause = SYNC_SECONDS * (2**self._failures if self._failures < 6 else 64)
                 self._wake.wait(min(pause, LONGEST_PAUSE))
 
-    def _sample(self) -> None:
-        """CPU, memory and GPU use under MLflow's own names; the step counts samples since the job's first
-        start.
-        """
+    def _sample_loop(self) -> None:
+        """CPU, memory and GPU use under MLflow's own names; the step counts samples since the job's first start."""
         from pipeline.tracking.system_metrics import usage
 
         begun, pause = time.monotonic(), 1.0
         while not self._closing.wait(pause):
-            if not self._told.is_set() and time.monotonic() < begun + QUIET_SECONDS:
+            if not self._logged.is_set() and time.monotonic() < begun + QUIET_SECONDS:
                 continue
             pause = SAMPLE_SECONDS
             with contextlib.suppress(Exception):
                 self._metrics(int((now() - self._began) / 1000 / SAMPLE_SECONDS), usage(self.folder))
 
     def _metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """The first metric MLflow hears of is the one its compare page starts with: accuracy, if there is one."""
+        """MLflow's compare page starts with the first metric it received: send accuracy first."""
         first = sorted(metrics, key=lambda key: key != "test/top1")
         values = {key: float(metrics[key]) for key in first}
         self._journal.append({"kind": "metrics", "time": now(), "step": int(step), "values": values})
+
+
+def start_tracker(
+    config: TrackingConfig,
+    folder: Path,
+    name: str,
+    params: dict[str, object],
+    tags: dict[str, str],
+    state: dict[str, Any] | None = None,
+) -> Tracker:
+    """Open the run's journal, write its start and begin to send it. `state` comes from a checkpoint."""
+    path = Path(folder) / JOURNAL
+    parent = {"mlflow.parentRunId": config.parent} if config.parent else {}
+    color = {"mlflow.runColor": style(tags["method"])["color"]} if "method" in tags else {}
+    source = {"mlflow.user": _user(), "mlflow.source.name": "pipeline.train", **_commit()}
+    start: Record = {
+        "kind": "start",
+        "experiment": config.experiment,
+        "name": config.run_name or name,
+        "params": redact_all({key: str(value) for key, value in params.items()}),
+        "tags": redact_all(tags | config.tags | parent) | source | color,
+    }
+    start["job"], keep = _continue_or_set_aside(path, start, state)
+    opened = Journal(path, keep)
+    kept = opened.size
+    began = next((int(record["time"]) for _, record in journal.read(path)), None) or now()
+    opened.append({**start, "time": now()})
+    run_id = (state or {}).get("run_id")
+    tracker = Tracker(config, Path(folder), opened, start["job"], run_id, began, kept, lost=kept < keep)
+    tracker.start()
+    return tracker
+
+
+def _continue_or_set_aside(path: Path, start: Record, state: dict[str, Any] | None) -> tuple[str, int]:
+    """(job, bytes of the journal to keep). A journal of another job is renamed, never overwritten."""
+    old, ended = None, False
+    for _, record in journal.read(path):
+        old = record if record.get("kind") == "start" else old
+        ended = record.get("kind") == "end"
+    if state and (old is None or old["job"] == state.get("job")):
+        return state["job"], int(state.get("offset", 0))
+    job = state["job"] if state else uuid.uuid4().hex
+    if old is not None:
+        if not state and not ended and old["params"] == start["params"]:
+            return old["job"], 0  # it died before its first checkpoint and starts again: the same run
+        aside = path.with_name(f"journal-{old['job'][:8]}.jsonl")
+        for suffix in ("", ".shipped"):
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(f"{path}{suffix}", f"{aside}{suffix}")
+    return job, 0
 
 
 def now() -> int:
@@ -259,8 +272,8 @@ def _user() -> str:
 
 
 def _commit(file: Path = Path(__file__)) -> dict[str, str]:
-    """Which code this is: the commit of the source tree, or what an image was told when it was built. A package that
-    was installed inside somebody's repository is not of that repository.
+    """The commit of this code: of the source tree, or EVENHAND_COMMIT of an image. A package that is installed inside
+    another repository does not take that repository's commit.
     """
     known = os.environ.get("EVENHAND_COMMIT", "")
     if not known:

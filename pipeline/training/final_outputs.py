@@ -1,4 +1,4 @@
-"""What a finished run leaves in its folder, and sends to MLflow: settings, summary, pictures, tables."""
+"""What a finished run writes to its folder and to MLflow: summary, figures, tables, the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EMBEDDED = 1000  # test pictures on the embedding map
 
 
 def summarise(config: Config, trainer: Trainer) -> dict[str, Any]:
-    """The numbers scripts and people ask for first."""
+    """The numbers that scripts and people read first."""
     history, bias = trainer.history, trainer.train_split.manifest.bias
     last = history[-1]
     best = max(range(len(history)), key=lambda e: history[e]["test/top1"])
@@ -48,11 +48,12 @@ def summarise(config: Config, trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def write_final_outputs(config: Config, trainer: Trainer, folder: Path) -> dict[str, Any] | None:
-    """Write everything. Called by all ranks, because the confidence on the training set is a pass of all ranks."""
-    split = trainer.train_split
+def write_final_outputs(trainer: Trainer, folder: Path) -> dict[str, Any] | None:
+    """Write everything. Called by all ranks, because all of them compute the confidence on the training set."""
+    config, split = trainer.config, trainer.train_split
     confidence = evaluate(
         trainer.method,
+        "train",
         trainer.loader.survey(),
         split.given,
         split.clean_counts,
@@ -86,7 +87,7 @@ def write_final_outputs(config: Config, trainer: Trainer, folder: Path) -> dict[
 
 
 def record_mlflow_run(folder: Path, summary: dict[str, Any], run_id: str | None) -> None:
-    """A short run may end before MLflow has told its id."""
+    """A short run may end before MLflow has answered with the run id."""
     if run_id and summary["run_id"] != run_id:
         summary["run_id"] = run_id
         _write_json(folder / "summary.json", summary)
@@ -98,7 +99,7 @@ def _figure_data(trainer: Trainer, test: Evaluation, confidence: dict[str, np.nd
     vectors, labels = _embedded(trainer)
     return {
         "method": trainer.config.method.name,
-        "history": [{"epoch": epoch, "metrics": found} for epoch, found in enumerate(trainer.history, 1)],
+        "history": [{"epoch": epoch, "metrics": metrics} for epoch, metrics in enumerate(trainer.history, 1)],
         "class_names": list(split.classes),
         "class_counts": split.clean_counts,
         "per_class_accuracy": test.correct / np.maximum(test.total, 1),
@@ -115,7 +116,7 @@ def _figure_data(trainer: Trainer, test: Evaluation, confidence: dict[str, np.nd
 
 @torch.no_grad()
 def _embedded(trainer: Trainer) -> tuple[np.ndarray, np.ndarray]:
-    """Embeddings of some test pictures of the lead's part."""
+    """Embeddings of some test pictures of rank 0's part."""
     split = trainer.tests["test"]
     vectors: list[np.ndarray] = []
     indices: list[np.ndarray] = []

@@ -1,4 +1,4 @@
-"""The course of the learning rate, as a pure function of the epoch."""
+"""The learning rate as a pure function of the epoch."""
 
 from __future__ import annotations
 

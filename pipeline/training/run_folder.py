@@ -18,7 +18,7 @@ def run_name(config: Config, source: str, rho: float, noise: float) -> str:
 
 
 def default_folder(config: Config) -> str:
-    """A readable name below runs/; finished shards lend it their own name, for their bias is not in the settings."""
+    """A readable name below runs/. Finished shards give it their own name, because their bias is not in the settings."""
     shards = config.shards
     if shards.url:
         name = f"{Path(shards.url.rstrip('/')).name} {config.method.name} seed={config.seed}"
@@ -36,6 +36,6 @@ def write_config(config: Config, folder: Path) -> None:
 
 
 def finished(folder: Path) -> dict[str, Any] | None:
-    """The summary of a run that came to its end."""
+    """The summary of a finished run, None before that."""
     file = folder / "summary.json"
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None

@@ -5,15 +5,20 @@ from __future__ import annotations
 import re
 from typing import Any
 
-_CREDENTIALS = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*://)[^/\s\"]+@")  # to the last @: a password may hold one
-_SECRET_ARGUMENT = re.compile(
-    r"(?i)(?P<name>[?&;][\w.-]*(?:password|passwd|token|secret|signature|credential|(?:api|access)[_-]?key)[\w.-]*="
-    r"|[?&;]sig=)[^&;\s'\"]+"
+_CREDENTIALS = re.compile(
+    r"(?P<scheme>[a-zA-Z][\w+.-]*://)"
+    r"(?:[^/\s\"]+@"  # up to the last @ of the host part: a password may hold one
+    r"|[^/\s\"@]+:(?!\d*(?:[/?#\s\"']|$))[^\s\"]*@)"  # a password with a slash; `host:5000/a@b` has none
 )
+_SECRET_NAME = r"[\w.-]*(?:password|passwd|token|secret|signature|credential|(?:api|access)[_-]?key)[\w.-]*"
+_SECRET_ARGUMENT = re.compile(rf"(?i)(?P<name>[?&;#](?:{_SECRET_NAME}|sig|key|auth|pwd)=)[^&;\s'\"]+")
 
 
 def redact(text: str) -> str:
-    """The text with user names, passwords and tokens taken out of every URL in it."""
+    """The text with `***` for user names, passwords and tokens in URLs.
+
+    Of a query only the values of secret arguments go (`?X-Amz-Signature=***&x=1`): the rest tells files apart.
+    """
     return _SECRET_ARGUMENT.sub(r"\g<name>***", _CREDENTIALS.sub(r"\g<scheme>***@", text))
 
 

@@ -6,6 +6,9 @@ Every command reads its settings here; `cli.py` is the command line around it. N
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
+from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
@@ -14,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
 from shards.base.errors import UserError
+from shards.base.redact import redact
 
 MAX_CONFIG_BYTES = 1 << 20
 
@@ -24,7 +28,18 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
+class Effect(Enum):
+    """What a setting decides. A field without a mark changes the result."""
+
+    RESULT = "changes the result"  # fixed on resume; runs that differ in it are never averaged
+    INPUT = "may change on resume"  # path of an input: it decides the result until it is read, then it may move
+    NONE = "only where or how fast"  # place, speed, memory, logs, limits: a finished result is the same
+
+
 S = TypeVar("S", bound=Settings)
+T = TypeVar("T")
+Input = Annotated[T, Effect.INPUT]
+NoEffect = Annotated[T, Effect.NONE]
 Tree = dict[str, Any]
 
 
@@ -105,7 +120,7 @@ def parse_override(text: str) -> Tree:
     """`a.b=3` becomes {'a': {'b': 3}}; the value is read as YAML."""
     key, equals, raw = text.partition("=")
     if not equals or not key:
-        raise UserError(f"'{text}' is not a setting. Write it as key=value, for example train.epochs=3.")
+        raise UserError(f"'{redact(text)}' is not a setting. Write it as key=value, for example train.epochs=3.")
     try:
         value: Any = yaml.load(raw, _StrictLoader) if raw else ""
     except yaml.YAMLError:
@@ -158,6 +173,36 @@ def flatten(tree: Tree, prefix: str = "") -> dict[str, Any]:
     return out
 
 
+@cache
+def effects(schema: type[Settings]) -> dict[str, Effect]:
+    """The mark of every setting by dotted name. A mark on a group holds for all settings inside it."""
+    out: dict[str, Effect] = {}
+    for key, effect in _walk_effects(schema, "", None):
+        # Methods may share an option's name; the name counts if it counts for one of them.
+        out[key] = Effect.RESULT if out.get(key, effect) is not effect else effect
+    return out
+
+
+def _walk_effects(schema: type[Settings], prefix: str, group: Effect | None) -> Iterator[tuple[str, Effect]]:
+    for key, field in schema.model_fields.items():
+        mark = group or next((item for item in field.metadata if isinstance(item, Effect)), None)
+        models = models_of(field)
+        for model in models:
+            yield from _walk_effects(model, f"{prefix}{key}.", mark)
+        if not models:
+            yield prefix + key, mark or Effect.RESULT
+
+
+def effect_of(schema: type[Settings], key: str) -> Effect:
+    """The mark of a dotted name, also of an entry of a mapping (`tracking.tags.team`). Unknown names change the result."""
+    known = effects(schema)
+    while key:
+        if key in known:
+            return known[key]
+        key = key.rpartition(".")[0]
+    return Effect.RESULT
+
+
 def _sentence(schema: type[Settings], item: Any) -> str:
     kind = item["type"]
     place = [str(p) for p in item["loc"]]
@@ -180,7 +225,7 @@ def _sentence(schema: type[Settings], item: Any) -> str:
         name = f"{name}.name" if kind == "union_tag_invalid" else name
         near = difflib.get_close_matches(str(wrong), names, 1, 0.4)
         hint = f" Did you mean '{near[0]}'?" if near else ""
-        return f"{name}: '{wrong}' is not one of {', '.join(names)}.{hint}"
+        return f"{name}: '{redact(str(wrong))}' is not one of {', '.join(names)}.{hint}"
     if kind == "missing":
         meaning = next((field.description for key, field, _ in _fields_at(schema, place) if key == place[-1]), "")
         return f"{name} is missing{f': {meaning}' if meaning else ''}. Write {name}=..."
@@ -189,7 +234,7 @@ def _sentence(schema: type[Settings], item: Any) -> str:
         return f"{name} is a group of settings. Set one of {', '.join(inside)}."
     message = item["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
-    shown = "" if isinstance(value, dict) else f" (got {value!r})"
+    shown = "" if isinstance(value, dict) else f" (got {redact(repr(value))})"
     return (
         f"{name or 'The settings'}: {message}{shown}."
         if not message.endswith(".")

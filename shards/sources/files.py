@@ -16,9 +16,9 @@ import pyarrow.compute
 from numpy.typing import NDArray
 
 from shards.base.errors import UserError
+from shards.config import SUFFIXES
 from shards.sources import Rejected, SourceTable
 
-SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp")
 LEAVES = "link leaves the folder"
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: a pipe must not hold us up
 

@@ -12,13 +12,16 @@ import pyarrow.parquet
 from numpy.typing import NDArray
 
 from shards.base.errors import UserError
-from shards.config import BuildConfig
+from shards.config import OLD_COLUMNS, BuildConfig
 from shards.sources import Collection
 from shards.sources.files import first_true
 
 
 def read_table(path: str, columns: list[str], optional: tuple[str, ...] = ()) -> pa.Table:
-    """The named columns as text; a missing one of `columns` is an error, of `optional` is not."""
+    """The named columns as text; a missing one of `columns` is an error, of `optional` is not.
+
+    `given` and `true` may be called `label` and `true_label` in the file.
+    """
     file = Path(path)
     if not file.is_file():
         raise UserError(f"There is no label list {file}. Check the path.")
@@ -26,12 +29,13 @@ def read_table(path: str, columns: list[str], optional: tuple[str, ...] = ()) ->
     try:
         names = pa.parquet.read_schema(file).names if parquet else pa.csv.open_csv(file).schema.names
         chosen = _chosen(file, names, columns, optional)
+        in_file = [*chosen.values()]
         if parquet:
-            table = pa.parquet.read_table(file, columns=chosen)
+            table = pa.parquet.read_table(file, columns=in_file)
         else:
             # Everything is text at first: class '007' must not become 7, nor 'NA' nothing.
             types = pa.csv.ConvertOptions(
-                include_columns=chosen, column_types=dict.fromkeys(chosen, pa.string()), strings_can_be_null=False
+                include_columns=in_file, column_types=dict.fromkeys(in_file, pa.string()), strings_can_be_null=False
             )
             table = pa.csv.read_csv(
                 file, convert_options=types, parse_options=pa.csv.ParseOptions(newlines_in_values=True)
@@ -42,34 +46,35 @@ def read_table(path: str, columns: list[str], optional: tuple[str, ...] = ()) ->
             "Write it as CSV in UTF-8 with a header line, or as .parquet."
         ) from None
     out = {}
-    for name in chosen:
-        column = table[name]
+    for name, written in chosen.items():
+        column = table[written]
         try:
             if isinstance(column.type, pa.DictionaryType):
                 column = column.cast(column.type.value_type)
             text = column.cast(pa.string()).combine_chunks()
         except pa.ArrowException:
             raise UserError(
-                f"{file}: column '{name}' ({column.type}) is not text or numbers. Write it as text."
+                f"{file}: column '{written}' ({column.type}) is not text or numbers. Write it as text."
             ) from None
         empty = first_true(text.is_null()) if name in columns else None
         if empty is not None:
-            raise UserError(f"{file}, row {empty + 1}: column '{name}' is empty. Fill it or drop the row.")
+            raise UserError(f"{file}, row {empty + 1}: column '{written}' is empty. Fill it or drop the row.")
         out[name] = text
     return pa.table(out)
 
 
-def _chosen(file: Path, names: list[str], columns: list[str], optional: tuple[str, ...]) -> list[str]:
-    """Those columns of a list that are wanted; only they are read, it may hold anything besides."""
-    missing = [name for name in columns if name not in names]
+def _chosen(file: Path, names: list[str], columns: list[str], optional: tuple[str, ...]) -> dict[str, str]:
+    """The wanted columns and what the file calls them. Only they are read; the file may hold others."""
+    old = {new: old for new, old in OLD_COLUMNS.items() if new not in names and old in names}
+    missing = [name for name in columns if name not in names and name not in old]
     if missing:
         raise UserError(
             f"{file} has no column '{missing[0]}'; its first line has {', '.join(map(repr, names[:9]))}. "
             "It must name the columns, with commas between them; path_column, label_column, true_column and "
             "split_column say which is which."
         )
-    chosen = list(dict.fromkeys([*columns, *(name for name in optional if name in names)]))
-    for name in chosen:
+    chosen = {name: old.get(name, name) for name in (*columns, *optional) if name in names or name in old}
+    for name in chosen.values():
         if names.count(name) > 1:
             raise UserError(f"{file} has two columns '{name}'. Rename one of them.")
     return chosen
@@ -88,8 +93,8 @@ def to_numbers(column: pa.Array, classes: list[str], where: str) -> NDArray[np.i
             shown = ", ".join(classes[:5]) + (", ..." if len(classes) > 5 else "")
             raise UserError(f"{where}, row {row}: there is no class '{value}'. Classes are {shown}. Correct the label.")
         numbers.append(by_name[value] if value else -1)
-    table = np.array([*numbers, -1], np.int32)
-    return table[encoded.indices.fill_null(len(numbers)).to_numpy(zero_copy_only=False)]
+    indices: NDArray[np.int32] = encoded.indices.fill_null(len(numbers)).to_numpy(zero_copy_only=False)
+    return np.array([*numbers, -1], np.int32)[indices]
 
 
 def with_labels(found: Collection, config: BuildConfig) -> Collection:

@@ -60,7 +60,7 @@ def collect(config: BuildConfig, log: Log) -> Collection:
 def _read(path: str, config: BuildConfig) -> pa.Table:
     table = read_table(path, [config.path_column, config.label_column], (config.true_column, config.split_column))
     for setting, column, usual in (
-        ("true_column", config.true_column, "true_label"),
+        ("true_column", config.true_column, "true"),
         ("split_column", config.split_column, "split"),
     ):
         if column != usual and column not in table.column_names:
@@ -131,7 +131,8 @@ def _is_test(column: pa.ChunkedArray, config: BuildConfig) -> NDArray[np.bool_]:
             f"{config.path}, row {unknown + 1}: '{column[unknown]}' in column '{config.split_column}' is no split. "
             "Write train or test."
         )
-    return test.to_numpy()
+    is_test: NDArray[np.bool_] = test.to_numpy()
+    return is_test
 
 
 def _trusted(rows: SourceTable) -> SourceTable:

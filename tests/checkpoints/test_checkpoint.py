@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import flip, same, saved, tree_of
+from checkpoint_trees import flip, same, saved, tree_of
 from ranks import free_port
 from safetensors.torch import load_file
 
@@ -206,7 +206,7 @@ def test_s3_from_save_to_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
     storage._filesystem.cache_clear()
     try:
         with pytest.raises(UserError, match="Checkpoints cannot be written to s3://nowhere"):
-            Checkpointer("s3://nowhere/run", 2, World())
+            Checkpointer("s3://nowhere/run", 2, World()).check_writable()
         s3 = boto3.client("s3")
         s3.create_bucket(Bucket="bucket")
         checkpointer = Checkpointer("s3://bucket/run", 2, World())

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import SmallDisk, flip, same, saved, tree_of
-from checkpoints import small_disk as small_disk
+from checkpoint_trees import SmallDisk, flip, same, saved, tree_of
+from checkpoint_trees import small_disk as small_disk
 
 from pipeline.checkpoints import file_format
 from pipeline.checkpoints.checkpointer import Checkpointer, SaveError, choose
@@ -230,6 +230,7 @@ def save_and_die_at(folder: Path, event: int) -> Callable[[], object]:
 
         sys.addaudithook(watch)
         checkpointer = Checkpointer(str(folder), 2, World())
+        checkpointer.check_writable()
         checkpointer.save(3, tree_of(3), wait=True)
 
     return work
@@ -241,6 +242,7 @@ def test_killed_at_any_file_event_of_a_save_a_complete_checkpoint_is_there(folde
         saved(folder, [1, 2])
         finished = in_child(save_and_die_at(folder, event)) == 0
         checkpointer = Checkpointer(str(folder), 2, World())
+        checkpointer.check_writable()
         loaded = checkpointer.load()
         assert loaded is not None
         assert loaded.rejected == []  # nothing half-written ever bears the name of a checkpoint
@@ -257,6 +259,7 @@ def test_killed_at_any_file_event_of_a_save_a_complete_checkpoint_is_there(folde
 def test_killed_at_random_moments_of_background_saves(folder: Path) -> None:
     def work() -> None:
         checkpointer = Checkpointer(str(folder), 2, World())
+        checkpointer.check_writable()
         start = checkpointer.load()
         for step in range(start.step + 1 if start else 1, 10_000):
             checkpointer.save(step, {"weight": torch.full((500_000,), float(step))})
@@ -291,6 +294,7 @@ def test_killed_at_random_moments_of_background_saves(folder: Path) -> None:
 def test_a_full_disk_is_a_warning_and_leaves_no_stump(small_disk: SmallDisk, caplog: pytest.LogCaptureFixture) -> None:
     folder = small_disk.path / "checkpoints"
     checkpointer = Checkpointer(str(folder), 2, World())
+    checkpointer.check_writable()
     checkpointer.save(1, {"weight": torch.ones(100_000)})
     checkpointer.save(2, {"weight": torch.ones(1_000_000)})
     with caplog.at_level(logging.WARNING):
@@ -318,7 +322,7 @@ def test_a_disk_that_becomes_read_only(small_disk: SmallDisk) -> None:
         with pytest.raises(SaveError, match=rf"step 2 .*{reason}"):
             checkpointer.close()
         with pytest.raises(UserError, match="Checkpoints cannot be written"):
-            Checkpointer(folder, 2, World())
+            Checkpointer(folder, 2, World()).check_writable()
     loaded = checkpointer.load()
     assert loaded is not None
     assert loaded.step == 1
@@ -327,11 +331,11 @@ def test_a_disk_that_becomes_read_only(small_disk: SmallDisk) -> None:
 def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match=r"Checkpoints cannot be written to .*file/checkpoints.*checkpoint\.url"):
-        Checkpointer(str(tmp_path / "file" / "checkpoints"), 2, World())
+        Checkpointer(str(tmp_path / "file" / "checkpoints"), 2, World()).check_writable()
 
 
 @pytest.mark.parametrize("url", ["pipe:cat", "ftp://host/x", "s3://user:secret@bucket/x"])
 def test_urls_that_are_not_stores_are_refused_without_showing_secrets(url: str) -> None:
     with pytest.raises(UserError) as error:
-        Checkpointer(url, 2, World())
+        Checkpointer(url, 2, World()).check_writable()
     assert "secret" not in str(error.value)

@@ -49,7 +49,7 @@ def test_a_refusal_is_heard_on_every_rank(tmp_path: Path) -> None:
     def work(world: World) -> list[str]:
         heard = []
         for attempt in (
-            lambda: Checkpointer(str(tmp_path / "a file" / "x"), 2, world),
+            lambda: Checkpointer(str(tmp_path / "a file" / "x"), 2, world).check_writable(),
             lambda: lock(tmp_path / "a file" / "x", world),
             lambda: Checkpointer(str(tmp_path / "bad"), 2, world).load(),
         ):

@@ -10,7 +10,7 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 
 from pipeline.data import augment
-from pipeline.data.augment import DRAWS, OPERATIONS, augmix, normalise, plan
+from pipeline.data.augment import DRAWS, OPERATIONS, augmix, draw_augmix, normalise
 from pipeline.data.keyed_random import uniform
 
 # Compilers may fuse multiply and add on other processors, which moves a value across a level now and then.
@@ -118,7 +118,7 @@ MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 
 def fast_augmix(picture: np.ndarray, draws: np.ndarray, reading: str, severity: float) -> np.ndarray:
     batch = torch.from_numpy(picture).permute(2, 0, 1).expand(len(draws), -1, -1, -1).contiguous()
-    mixture, total = augmix(batch, plan(draws, picture.shape[0], reading, severity))
+    mixture, total = augmix(batch, draw_augmix(draws, picture.shape[0], reading, severity))
     return normalise(mixture, MEAN, STD, total).permute(0, 2, 3, 1).double().numpy()
 
 
@@ -143,8 +143,8 @@ def test_the_distribution_is_that_of_a_plain_implementation(reading, severity):
 
 def test_the_released_reading_shrinks_towards_the_mean_by_a_third_on_average():
     draws = uniform((1, 1, 1), np.arange(20_000), DRAWS)
-    released = plan(draws, 16, "released", 1.0).coefficients
-    original = plan(draws, 16, "original", 1.0).coefficients
+    released = draw_augmix(draws, 16, "released", 1.0).coefficients
+    original = draw_augmix(draws, 16, "original", 1.0).coefficients
     assert released.shape == (20_000, 2)
     assert original.shape == (20_000, 4)
     assert released.sum(1).mean().item() == pytest.approx(2 / 3, abs=0.01)  # 1 - m (1 - w3), on average 1 - 1/2 * 2/3
@@ -154,7 +154,7 @@ def test_the_released_reading_shrinks_towards_the_mean_by_a_third_on_average():
 
 def test_every_operation_and_every_chain_length_is_drawn_equally_often():
     draws = uniform((2, 1, 1), np.arange(30_000), DRAWS)
-    todo = plan(draws, 16, "released", 1.0)
+    todo = draw_augmix(draws, 16, "released", 1.0)
     (chain,) = todo.chains
     touched = torch.zeros(30_000, dtype=torch.long)
     by_kind: dict[str, int] = {}
@@ -172,9 +172,9 @@ def test_every_operation_and_every_chain_length_is_drawn_equally_often():
 def test_a_sample_comes_out_the_same_in_any_company(reading):
     batch = torch.from_numpy(pictures(24, 16)).permute(0, 3, 1, 2).contiguous()
     draws = uniform((3, 1, 1), np.arange(24), DRAWS)
-    whole, _ = augmix(batch, plan(draws, 16, reading, 3.0))
+    whole, _ = augmix(batch, draw_augmix(draws, 16, reading, 3.0))
     for rows in (slice(0, 5), slice(5, 6), slice(6, 24)):
-        part, _ = augmix(batch[rows], plan(draws[rows], 16, reading, 3.0))
+        part, _ = augmix(batch[rows], draw_augmix(draws[rows], 16, reading, 3.0))
         assert torch.equal(part, whole[rows])
 
 
@@ -186,7 +186,7 @@ def test_normalising_a_mixture_is_mixing_normalised_pictures():
 
 
 def test_a_plan_moves_to_a_device_whole():
-    todo = plan(uniform((0,), np.arange(8), DRAWS), 16, "original", 1.0).to(lambda t: t.to("meta"))
+    todo = draw_augmix(uniform((0,), np.arange(8), DRAWS), 16, "original", 1.0).to(lambda t: t.to("meta"))
     mixture, total = augmix(torch.zeros(8, 3, 16, 16, dtype=torch.uint8, device="meta"), todo)
     assert mixture.is_meta
     assert total.is_meta
@@ -195,7 +195,7 @@ def test_a_plan_moves_to_a_device_whole():
 
 def test_no_samples_make_an_empty_mixture():
     mixture, total = augmix(
-        torch.zeros(0, 3, 16, 16, dtype=torch.uint8), plan(np.zeros((0, DRAWS)), 16, "released", 1.0)
+        torch.zeros(0, 3, 16, 16, dtype=torch.uint8), draw_augmix(np.zeros((0, DRAWS)), 16, "released", 1.0)
     )
     assert mixture.shape == (0, 3, 16, 16)
     assert total.shape == (0,)

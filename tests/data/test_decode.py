@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from pipeline.config import DataConfig
-from pipeline.data import decode as module
 from pipeline.data.crops import DRAWS, Views, center_crop, random_resized_crop_box, resize
 from pipeline.data.decode import DecodeError, decode
 from pipeline.data.keyed_random import uniform
 from shards.base.errors import UserError
+from shards.config import BuildConfig
+from shards.picture import Rules, check_and_convert
+from shards.sources import Rejected
 
 
 def photograph(height: int = 40, width: int = 56) -> np.ndarray:
@@ -116,10 +118,31 @@ def test_damaged_bytes_give_a_picture_or_a_decode_error_and_nothing_else(data, r
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
-def test_a_decompression_bomb_is_refused_before_it_is_decoded(kind, monkeypatch):
-    monkeypatch.setattr(module, "MAX_PIXELS", 40 * 56 - 1)
-    with pytest.raises(DecodeError, match="56x40 pixels"):
-        decode(encode(photo, kind))
+def test_a_decompression_bomb_is_refused_before_it_is_decoded(kind):
+    with pytest.raises(DecodeError, match=r"too many pixels \(56 x 40, at most 2,239"):
+        decode(encode(photo, kind), max_pixels=40 * 56 - 1)
+
+
+def test_reading_has_the_pixel_limit_of_a_build():
+    data = encode(Image.new("L", (7100, 7100)), "JPEG")
+    for read in (decode, lambda data: check_and_convert(data, Rules.of(BuildConfig()))):
+        with pytest.raises((DecodeError, Rejected), match=r"too many pixels \(7100 x 7100, at most 50,000,000"):
+            read(data)
+
+
+def test_exif_behind_other_segments_turns_a_jpeg():
+    """Editors put colour profiles and notes of many KB before the EXIF segment."""
+    plain = encode(photo, "JPEG", quality=95, exif=turned)
+    note = b"\xff\xfe" + (4000).to_bytes(2, "big") + bytes(3998)
+    assert near(decode(plain[:2] + note + plain[2:])[0], sideways, 2)
+
+
+def test_a_jpeg_with_a_rare_chroma_sampling_is_decoded():
+    """The fast decoder does not know 4:4:1: it raises a KeyError."""
+    data = bytearray(encode(Image.new("RGB", (64, 64), (200, 30, 40)), "JPEG", subsampling=0))
+    data[data.index(b"\xff\xc0") + 11] = 0x14
+    picture, _ = decode(bytes(data))
+    assert picture.shape == (64, 64, 3)
 
 
 def test_a_large_jpeg_may_be_decoded_smaller_but_not_below_the_wanted_side():

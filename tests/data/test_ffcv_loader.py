@@ -16,8 +16,10 @@ from pipeline.data import sampling
 from pipeline.data.batch import Batch, Pass
 from pipeline.data.loader import Loader, open_loader
 from pipeline.distributed.world import World
+from shards import beton
 from shards.base.errors import UserError
 from shards.config import BuildConfig
+from shards.manifest import Manifest
 from shards.reader import Split, open_split
 
 pytest.importorskip("ffcv", reason="FFCV is not installed; see the README for the headers it needs")
@@ -99,6 +101,24 @@ def test_batches_and_surveys_are_those_of_the_tars(photographs, loaders):
     for (index, images), (same_index, same_images) in zip(ffcv.survey(), tars.survey(), strict=True):
         assert torch.equal(index, same_index)
         assert torch.allclose(images, same_images, atol=4 / 127.5)
+
+
+def _write_old_beton(url: str, about: Manifest, path: str) -> None:
+    beton.FIELDS = ("image", "label", "true_label", "index", "flipped", "key")
+    beton._write(url, about, {"train": path})
+
+
+def test_a_file_of_version_0_1_with_other_field_names_is_read(photographs, loaders, tmp_path, monkeypatch):
+    from ffcv.reader import Reader
+
+    path = str(tmp_path / "old.beton")
+    assert beton.run_apart(_write_old_beton, photographs.url, photographs.manifest, path)
+    assert "true_label" in Reader(path).handlers
+    monkeypatch.setitem(photographs.__dict__, "beton", path)
+    old = open_loader(photographs, config(), 1, World(1, 2), 2)
+    for (index, images), (same_index, same_images) in zip(old.survey(), loaders[0].survey(), strict=True):
+        assert torch.equal(index, same_index)
+        assert torch.equal(images, same_images)
 
 
 def test_an_abandoned_walk_leaves_no_thread(photographs, loaders):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -180,6 +181,16 @@ def test_the_stream_beside_goes_round_with_fresh_views(split):
     for step, whole in enumerate(batches):
         together = torch.cat([r[step].beside.index[r[step].beside.valid.bool()] for r in both])
         assert torch.equal(together, whole.beside.index)
+
+
+def test_a_batch_says_which_network_learns_and_nothing_else_changes(split):
+    pass_ = Pass(np.arange(24), beside=np.array([30, 31, 32]), batch=6)
+    other = collect(split, replace(pass_, learner=1))
+    assert {(b.learner, b.beside.learner) for b in other} == {(1, 1)}
+    assert [b.step for b in other] == [0, 1, 2, 3]
+    for a, b in zip(collect(split, pass_), other, strict=True):
+        assert same(a, b)
+        assert same(a.beside, b.beside)
 
 
 def test_a_sample_that_comes_again_in_a_pass_is_cropped_anew(split):

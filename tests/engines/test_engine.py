@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import Bench, apart, copied, poisoned, same, small
+from engine_bench import Bench, apart, copied, poisoned, same, small
 from ranks import on_ranks
 from torch import Tensor
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engines import Bench, apart, copied, make_trainer, poisoned, same, small
+from engine_bench import Bench, apart, copied, make_trainer, poisoned, same, small
 from ranks import on_ranks, worker_env
 from torch import Tensor
 
@@ -130,7 +130,7 @@ def uneven_evaluation(world: World, url: str, settings: str) -> tuple[dict[str, 
         batches = zip(index[mine].split(16), images[mine].split(16))
         counts = bench.train.clean_counts
         off = autocast_for("fp32", world.device)
-        return evaluate(bench.method, batches, given, counts, world, StepSync(world), off, idle).metrics
+        return evaluate(bench.method, "test", batches, given, counts, world, StepSync(world), off, idle).metrics
 
     assert bench.engine.inner.optimizer.persistent_parameters == []  # type: ignore[attr-defined]
     cut = judged(bench.engine.dummy_forward)
@@ -238,7 +238,7 @@ def test_a_training_wanders_from_zero2_on_two_ranks_to_ddp_on_one_and_back_to_ze
     found: Any, few_digits: str, folder: Path
 ) -> None:
     alone = train(World(), few_digits, folder / "wandering", 6, engine="ddp")
-    assert alone.at.global_step == 6
+    assert alone.position.global_step == 6
     ended = on_ranks(2, finish_wandering, few_digits, folder)
     expected, _ = found[0]["epochs"]["prototypical", "ddp"]
     for weights in ended:

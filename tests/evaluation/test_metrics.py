@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.evaluation.accuracy import _count, _summarise
-from pipeline.evaluation.metrics import area_under_curve, class_groups, cleaning_metrics, detection, group_accuracies
+from pipeline.evaluation.metrics import area_under_curve, cleaning_metrics, detection, group_accuracies
 from pipeline.methods.base import Beliefs
+from shards.bias import class_groups
 
 LONG_TAIL_100 = np.array([int(500 * (1 / 100) ** (k / 99)) for k in range(100)])
 
@@ -95,10 +96,14 @@ def test_evaluation_counts_in_any_order_of_batches() -> None:
     for rows in torch.randperm(50).split(9):
         _count(parts, score[rows], label[rows])
     assert torch.allclose(whole, parts)
-    found = _summarise({"a": whole.numpy()}, class_groups(np.full(7, 200)))
+    found = _summarise("imagenet", {"a": whole.numpy(), "b": whole.numpy()}, class_groups(np.full(7, 200)))
     top1 = float((score.argmax(1) == label).double().mean() * 100)
     top5 = float((score.topk(5, 1).indices == label[:, None]).any(1).double().mean() * 100)
-    assert found.metrics["test/top1"] == pytest.approx(top1)
-    assert found.metrics["test/top5"] == pytest.approx(top5)
+    assert found.metrics["imagenet/top1"] == pytest.approx(top1)
+    assert found.metrics["imagenet/top5"] == pytest.approx(top5)
     assert np.allclose(found.marginal["a"], score.double().softmax(1).mean(0).numpy())
     assert found.confusion.sum() == 50
+    assert set(found.metrics) == {
+        "imagenet/top1", "imagenet/top5", "imagenet/many", "imagenet/a/marginal_kl",
+        "imagenet/b/top1", "imagenet/b/top5", "imagenet/b/marginal_kl",
+    }  # fmt: skip

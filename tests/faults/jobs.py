@@ -26,7 +26,7 @@ from pipeline.checkpoints.checkpointer import Loaded, read_checkpoint
 from pipeline.config import Config
 from pipeline.distributed.step_sync import TrainingStopped
 from pipeline.distributed.world import World
-from pipeline.train import build
+from pipeline.training.build import build
 from pipeline.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ class Counting:
 def make(config: Config) -> Trainer:
     """A trainer as the command makes it, without its hold on the process' signals."""
     Path(config.output).mkdir(parents=True, exist_ok=True)
-    trainer, _ = build(config, World())
+    trainer = build(config, World())
     trainer.step_sync.stop_source.close()
     return trainer
 

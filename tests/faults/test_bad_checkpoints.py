@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import SmallDisk, flip
-from checkpoints import small_disk as small_disk
+from checkpoint_trees import SmallDisk, flip
+from checkpoint_trees import small_disk as small_disk
 from jobs import TINY, differences, let_go, make, settings, train, truth
 
 from pipeline import train as command

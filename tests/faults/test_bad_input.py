@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import SmallDisk
-from checkpoints import small_disk as small_disk
+from checkpoint_trees import SmallDisk
+from checkpoint_trees import small_disk as small_disk
 from jobs import PLAIN, TINY, differences, let_go, lost_or_repeated, make, samples, settings, train, truth
 from PIL import Image
 from ranks import on_ranks
@@ -141,7 +141,7 @@ def test_a_picture_that_does_not_decode_counts_nothing_and_the_epoch_stays_exact
     config = settings(small, output, base=PLAIN)
     train(config, stop_at=7, prepare=spoil)
     train(config, prepare=spoil)
-    assert "2 pictures do not decode and count with weight zero (sample 5: " in caplog.text
+    assert "2 pictures do not decode; their weight is zero (sample 5: " in caplog.text
     for epoch in range(2):
         seen = [i for (_, e, _, _), indices in samples(output).items() for i in indices if e == epoch]
         assert sorted(seen) == [i for i in range(count) if i not in (5, 17)]
@@ -209,9 +209,7 @@ def test_out_of_memory_names_the_settings_that_help() -> None:
 
 def test_a_second_job_on_the_same_folder_refuses(small: str, output: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output.mkdir()
-    hold = (
-        "import sys, time; from pipeline.checkpoints.run_lock import lock; lock(sys.argv[1]); print(flush=True); time.sleep(99)"
-    )
+    hold = "import sys, time; from pipeline.checkpoints.run_lock import lock; lock(sys.argv[1]); print(flush=True); time.sleep(99)"
     other = subprocess.Popen([sys.executable, "-c", hold, str(output)], stdout=subprocess.PIPE)
     assert other.stdout
     other.stdout.readline()

@@ -14,7 +14,7 @@ from jobs import PLAIN, ROOT, settings, wait_for_step
 from ranks import free_port, on_ranks, worker_env
 
 from pipeline.distributed.world import World
-from pipeline.train import build
+from pipeline.training.build import build
 
 pytestmark = pytest.mark.dist
 
@@ -64,7 +64,7 @@ def slow_training(world: World, url: str, output: str) -> list[str]:
             said.append(record.getMessage())
 
     logging.getLogger("pipeline").addHandler(Ears())
-    trainer, _ = build(settings(url, Path(output), "train.epochs=1", base=PLAIN), world)
+    trainer = build(settings(url, Path(output), "train.epochs=1", base=PLAIN), world)
     trainer.step_sync.stop_source.close()
     if world.rank == 1:
         step = trainer.engine.step

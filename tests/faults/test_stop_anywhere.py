@@ -15,7 +15,7 @@ from ranks import on_ranks
 from pipeline.config import Config
 from pipeline.distributed.step_sync import TrainingStopped
 from pipeline.distributed.world import World
-from pipeline.train import build
+from pipeline.training.build import build
 from pipeline.training.trainer import Trainer
 
 
@@ -32,16 +32,16 @@ class Places:
 
 
 STOPS: dict[str, Callable[[Trainer], bool]] = {
-    "warm-up": lambda t: t.at.stage == 0 and t.at.step == 2,
-    "end of warm-up": lambda t: t.at.stage == 0 and t.at.step == 3,
-    "first survey": lambda t: t.at.stage == 1 and not t.at.epoch_started,
-    "epoch 0": lambda t: t.at.stage == 1 and t.at.step == 2,
-    "epoch 0, the next step": lambda t: t.at.stage == 1 and t.at.step == 3,
-    "last step of epoch 0": lambda t: t.at.stage == 1 and t.at.step == 5,
-    "survey after epoch 0": lambda t: t.at.stage == 1 and t.at.pass_index == 1 and t.next_survey is None,
-    "evaluation after epoch 0": lambda t: t.at.stage == 1 and t.at.pass_index == 1 and t.next_survey is not None,
-    "first step of epoch 1": lambda t: t.at.epoch == 1 and t.at.step == 1,
-    "evaluation after epoch 1": lambda t: t.at.epoch == 1 and t.at.pass_index == 1 and t.next_survey is not None,
+    "warm-up": lambda t: t.position.stage == 0 and t.position.step == 2,
+    "end of warm-up": lambda t: t.position.stage == 0 and t.position.step == 3,
+    "first survey": lambda t: t.position.stage == 1 and not t.position.epoch_started,
+    "epoch 0": lambda t: t.position.stage == 1 and t.position.step == 2,
+    "epoch 0, the next step": lambda t: t.position.stage == 1 and t.position.step == 3,
+    "last step of epoch 0": lambda t: t.position.stage == 1 and t.position.step == 5,
+    "survey after epoch 0": lambda t: t.position.stage == 1 and t.position.pass_index == 1 and t.next_survey is None,
+    "evaluation after epoch 0": lambda t: t.position.stage == 1 and t.position.pass_index == 1 and t.next_survey is not None,
+    "first step of epoch 1": lambda t: t.position.epoch == 1 and t.position.step == 1,
+    "evaluation after epoch 1": lambda t: t.position.epoch == 1 and t.position.pass_index == 1 and t.next_survey is not None,
 }  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def test_started_again_after_the_end_nothing_is_trained(undisturbed: Path, small
 
 def leg(world: World, config: Config, stop_at: int) -> str:
     """Train on these ranks until the given beat, or to the end."""
-    trainer, _ = build(config, world)
+    trainer = build(config, world)
     trainer.step_sync.stop_source.close()
     trainer.step_sync.stop_source = Counting(stop_at if world.rank == world.size - 1 else 0)  # the last rank is asked
     with contextlib.suppress(TrainingStopped):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -53,9 +54,9 @@ def test_a_checkpoint_from_the_middle_answers_as_the_training_did_there(name: st
     """The second stage of these asks another network, or another classifier, than the first."""
     course = Course(small(name))
     for _ in course.steps():
-        if course.at.stage == 1:
+        if course.position.stage == 1:
             break
-    position = course.at.__dict__
+    position = asdict(course.position)
     assert position["stage"] == 1
     tensors = {key: value.clone() for key, value in course.method.state_dict().items()}
     tree = course.config.model_dump(mode="json")
@@ -91,11 +92,11 @@ def test_what_is_no_picture_is_told_and_the_others_are_answered() -> None:
 @pytest.mark.parametrize(
     ("file", "text", "told"),
     [
-        ("model.json", b"x", "does not hold a whole model"),
+        ("model.json", b"x", "does not hold a complete model"),
         ("model.json", b'{"format": 9}', "not of format 1"),
         ("model.json", b'{"format": 1}', "classes"),
-        ("weights.safetensors", b"half", "does not hold a whole model"),
-        ("weights.safetensors", None, "does not hold a whole model"),
+        ("weights.safetensors", b"half", "does not hold a complete model"),
+        ("weights.safetensors", None, "does not hold a complete model"),
     ],
 )
 def test_a_damaged_model_is_told_by_a_sentence(tmp_path: Path, file: str, text: bytes | None, told: str) -> None:

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.methods.options import Prototypical
+from pipeline.methods.options import PrototypicalOptions
 from pipeline.methods.parts.cleaning import nearest_other, refine, threshold_at, transferred
 
 
 def at(epoch: int, epochs: int = 200, classes: int = 10, **options) -> float:
-    return threshold_at(Prototypical(**options), epoch, epochs, classes)
+    return threshold_at(PrototypicalOptions(**options), epoch, epochs, classes)
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def slow_loss(made: Prototypical, held: Batch) -> dict[str, float]:
 @pytest.mark.parametrize("epoch", [0, 3])
 def test_the_loss_is_the_papers(epoch) -> None:
     made = method()
-    made.enter(MAIN, epoch)
+    made.set_epoch(MAIN, epoch)
     made.begin_epoch(survey(made, noise=0.4))
     assert made.cleaning_now == (epoch == 3)
     held = batch(made)
@@ -104,7 +104,7 @@ def test_the_weight_of_the_prototype_loss_ramps_from_one() -> None:
     made = method("method.prototype=5", "method.prototype_ramp=0.2", "train.epochs=200")
     ramp = []
     for epoch in (0, 20, 40, 90):
-        made.enter(MAIN, epoch)
+        made.set_epoch(MAIN, epoch)
         ramp.append(made.prototype_weight)
     assert ramp == [1, 3, 5, 5]
 
@@ -130,7 +130,7 @@ def test_the_weight_of_the_prototype_loss_ramps_from_one() -> None:
 def test_exactly_the_parts_a_stage_names_learn(words, stage) -> None:
     """Engines that reduce gradients wait for every parameter that may learn, in every ablation."""
     made = method(*words)
-    made.enter(stage, 3)
+    made.set_epoch(stage, 3)
     made.begin_epoch(survey(made, noise=0.4) if made.surveys_before_epoch() else None)
     made(batch(made))["loss"].backward()
     prefixes = made.stages()[stage].trainable
@@ -149,13 +149,13 @@ def test_presets_name_the_switches_and_a_switch_wins() -> None:
 
 def test_wrong_labels_are_found_relabelled_and_weigh_little() -> None:
     made = method("method.threshold=fixed", "method.threshold_start=0.25")
-    made.enter(MAIN, 2)
+    made.set_epoch(MAIN, 2)
     seen = survey(made, noise=0.4)
     wrong = (torch.from_numpy(made.data.given) != (seen["z"] @ made.prototypes.T).argmax(1)).numpy()
     assert 5 < wrong.sum() < 35
     made.weight[torch.from_numpy(wrong)] = 0.01  # the prototypes are good already
     made.begin_epoch(seen)
-    beliefs = made.beliefs()
+    beliefs = made.beliefs
     assert (beliefs.clean.numpy() == ~wrong).mean() > 0.9
     assert float(beliefs.weight[wrong].mean()) < 0.3 * float(beliefs.weight[~wrong].mean())
     assert made.flagged.float().sum() == (~beliefs.clean).sum()
@@ -164,7 +164,7 @@ def test_wrong_labels_are_found_relabelled_and_weigh_little() -> None:
 def test_nothing_is_cleaned_before_its_time_or_in_the_clean_data_variant() -> None:
     for words, epoch in (((), 1), (("method.cleaning=false",), 9)):
         made = method(*words)
-        made.enter(MAIN, epoch)
+        made.set_epoch(MAIN, epoch)
         made.begin_epoch(survey(made, noise=0.4))
         assert (made.weight == 1).all()
         assert made.refined.tolist() == made.data.given.tolist()
@@ -189,7 +189,7 @@ def test_stale_or_fresh_prototypes_judge() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_keeps_cosines_and_softmaxes_in_float32(dtype) -> None:
     made = method()
-    made.enter(MAIN, 0)
+    made.set_epoch(MAIN, 0)
     held = batch(made)
     full = made(held)
     with torch.autocast("cpu", dtype=dtype):

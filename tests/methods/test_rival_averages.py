@@ -90,7 +90,7 @@ def test_dropped_samples_lend_the_prototypical_loss_nothing() -> None:
     run = Course(small_config({"name": "prototypical", "warmup_steps": 0, "mixup": 8}))
     next(run.steps())
     method = run.method
-    batch = next(iter(run.loader.batches(Pass(np.arange(16), ("weak", "strong")), 0)))
+    batch = next(iter(run.trainer.loader.batches(Pass(np.arange(16), ("weak", "strong")), 0)))
     weight = torch.rand(len(batch.index))
     weight[::3] = 0
     options = (("weak", "strong"), 8.0, 0.3)

@@ -12,7 +12,8 @@ from rivals import Course, Pictures, batch_of, make_method, small_config, survey
 
 from pipeline.config import load
 from pipeline.distributed.world import World
-from pipeline.methods.dividemix import MIX_COEFFICIENT, MIX_PARTNER, DivideMix, pair_across, uniform_penalty
+from pipeline.methods.dividemix import FIT, MIX_COEFFICIENT, MIX_PARTNER, DivideMix, pair_across, uniform_penalty
+from pipeline.methods.parts.gaussian_mixture import posterior
 from pipeline.methods.parts.mixup import mixup_lambda
 from shards.base.errors import UserError
 
@@ -89,10 +90,10 @@ def test_the_loss_is_the_formula(beside, weight) -> None:
     assert {name: float(value.detach()) for name, value in found.items()} == pytest.approx(expected, rel=1e-5)
 
 
-def test_only_the_network_of_the_pass_gets_a_gradient_also_under_autocast() -> None:
+def test_only_the_learner_of_the_pass_gets_a_gradient_also_under_autocast() -> None:
     """Weights that were cast while guessing, without gradient, must not be used again while learning."""
     method = divider().float()
-    batch = batch_of(method, 6, walk=1, views=VIEWS)
+    batch = batch_of(method, 6, learner=1, views=VIEWS)
     batch.views = {name: view.float() for name, view in batch.views.items()}
     for name, parameter in method.named_parameters():
         parameter.requires_grad_(name.startswith(method.passes()[1].trainable))
@@ -126,6 +127,7 @@ def test_each_network_learns_from_the_beliefs_of_the_other() -> None:
         assert len(walk.order) % 16 == 0  # full batches
         assert set(walk.order) | set(walk.beside) == set(range(45))
     assert (first.trainable, second.trainable) == (("networks.0.",), ("networks.1.",))
+    assert [walk.learner for walk in (first, second)] == [0, 1]
     assert all(np.array_equal(a.order, b.order) for a, b in zip(method.passes(), method.passes()))
 
 
@@ -139,26 +141,43 @@ def test_small_losses_are_believed() -> None:
         logits = torch.randn(45, K) * 0.01
         logits[index, torch.where(trusted, given, (given + 1) % K)] += 6
         said.append(logits)
-    method.begin_epoch(survey_of(method.judged(said, given)))
+    method.begin_epoch(survey_of(method.votes_and_losses(said, given)))
     assert torch.equal(method.belief[0] > 0.5, index % 2 == 0)
     assert torch.equal(method.belief[1] > 0.5, index % 2 == 1)
-    beliefs = method.beliefs()
+    beliefs = method.beliefs
     assert beliefs is not None
     assert beliefs.extra["agreement"] == 0
 
 
-def test_losses_are_averaged_over_epochs() -> None:
-    """A sample with a large loss in one epoch only lies between the heaps on average."""
-    method = divider(loss_epochs=2)
-    given = torch.from_numpy(method.data.given).long()
-    for late in (False, True):
-        logits = torch.zeros(45, K)
-        logits[torch.arange(45), given] = torch.where(torch.arange(45) < 20, 4.0, -4.0)
-        logits[0, given[0]] = -4.0 if late else 4.0
-        method.begin_epoch(survey_of(method.judged([logits, logits], given)))
-    assert int(method.epochs_seen) == 2
-    assert method.past[0, :, 0].tolist() == pytest.approx([1, 0])
-    assert method.past[0].mean(0)[0] == pytest.approx(0.5)
+def surveyed_losses(epoch: int) -> list[np.ndarray]:
+    """A loss of every sample by each network: two heaps, and samples that change heaps from epoch to epoch."""
+    rng = np.random.default_rng(epoch)
+    heaps = np.where(np.arange(45) < 25, 0.2, 2.0)
+    return [np.where(rng.random(45) < 0.4, 2.2 - heaps, heaps) + 0.2 * rng.random(45) for _ in range(2)]
+
+
+def scaled(losses: np.ndarray) -> np.ndarray:
+    return (losses - losses.min()) / (losses.max() - losses.min())
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_mixture_sees_the_mean_of_the_last_epochs_losses_also_after_a_resume(resumed: bool) -> None:
+    """Six epochs with a mean over three: the mean grows to three epochs, then the oldest one leaves."""
+    method, history = divider(loss_epochs=3), []
+    for epoch in range(6):
+        losses = surveyed_losses(epoch)
+        history.append([scaled(part) for part in losses])
+        outputs = {f"loss{n}": torch.from_numpy(losses[n]) for n in range(2)}
+        method.begin_epoch(survey_of({"vote": torch.zeros(45), **outputs}))
+        for n in range(2):
+            mean = sum(past[n] for past in history[-3:]) / len(history[-3:])
+            assert method.belief[n].numpy() == pytest.approx(posterior(mean, "small", FIT), abs=1e-4), (epoch, n)
+            assert (
+                epoch == 0 or np.abs(posterior(scaled(losses[n]), "small", FIT) - method.belief[n].numpy()).max() > 0.1
+            )
+        if resumed:
+            state, method = method.state_dict(), divider(loss_epochs=3)
+            method.load_state_dict(state)
 
 
 # -- what breaks the original --------------------------------------------------------------------------------
@@ -168,7 +187,7 @@ def test_equal_losses_and_losses_that_are_not_finite_leave_something_to_learn_fr
     for logits in (torch.zeros(45, K), torch.full((45, K), torch.nan)):
         method = divider()
         given = torch.from_numpy(method.data.given).long()
-        method.begin_epoch(survey_of(method.judged([logits, logits], given)))
+        method.begin_epoch(survey_of(method.votes_and_losses([logits, logits], given)))
         assert (method.belief == 1).all()
         assert all(len(walk.order) and walk.beside is None for walk in method.passes())
 
@@ -178,7 +197,7 @@ def test_an_empty_labelled_set_is_read_as_no_division(monkeypatch) -> None:
     nobody = [np.zeros(45, np.float32), np.ones(45, np.float32)]
     monkeypatch.setattr(method, "divide", lambda survey: nobody)
     given = torch.from_numpy(method.data.given).long()
-    method.begin_epoch(survey_of(method.judged([torch.zeros(45, K)] * 2, given)))
+    method.begin_epoch(survey_of(method.votes_and_losses([torch.zeros(45, K)] * 2, given)))
     assert (method.belief == 1).all()
 
 
@@ -195,7 +214,7 @@ def test_tiny_labelled_and_unlabelled_sets_train(labelled) -> None:
     run = Course(small_config({"name": "dividemix", "warmup": 0.0}, train={"epochs": 1}))
     run.method.belief.zero_()
     run.method.belief[:, :labelled] = 1
-    run.at.epoch_started = True
+    run.position.epoch_started = True
     losses = list(run.steps())
     assert losses
     assert all(math.isfinite(found["loss"]) for found in losses)

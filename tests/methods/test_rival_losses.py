@@ -133,7 +133,7 @@ def test_each_network_learns_from_what_its_peer_finds_easy() -> None:
     easy = [sorted(one, key=one.__getitem__)[:6] for one in losses]
     expected = sum(sum(losses[n][r] for r in easy[1 - n]) / 6 for n in range(2))
     assert loss_of(method, batch) == pytest.approx(expected, rel=1e-6)
-    beliefs = method.beliefs()
+    beliefs = method.beliefs
     for r, i, _ in real(batch):
         assert bool(beliefs.clean[i]) == (r in easy[0] and r in easy[1])
         assert float(beliefs.score[i]) == pytest.approx((math.exp(-losses[0][r]) + math.exp(-losses[1][r])) / 2)
@@ -161,7 +161,7 @@ def test_the_noise_rate_is_estimated_class_by_class() -> None:
     logits = torch.stack([torch.where(own, -margin, margin), torch.zeros(330)], 1)
     loss = torch.nn.functional.cross_entropy(logits, torch.from_numpy(given).long(), reduction="none")
     method.begin_epoch(survey_of({"loss": 2 * loss}))
-    assert method.beliefs().extra["noise_rate"] == pytest.approx(1 / 3, abs=0.02)
+    assert method.beliefs.extra["noise_rate"] == pytest.approx(1 / 3, abs=0.02)
     method.set_epoch(0, 6)
     assert not method.surveys_before_epoch()  # the estimate of the ramp's end stays
 
@@ -210,7 +210,7 @@ def test_example_dropout_leaves_out_its_share() -> None:
     losses = {tuple(method(batch_of(method, ROWS, seed))["loss"] for _ in range(2)) for seed in range(3)}
     assert all(first == second for first, second in losses)  # the draw belongs to the step and the sample
     big = Batch(torch.arange(10_000), *[torch.zeros(0)] * 2, {}, (), (1, 2, 3), torch.zeros(0))
-    assert float((mentornet.mixing.chances(big, 1) < 0.5).double().mean()) == pytest.approx(0.5, abs=0.02)
+    assert float((mentornet.mixup.row_uniforms(big, 1) < 0.5).double().mean()) == pytest.approx(0.5, abs=0.02)
 
 
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.75, 1.0])
@@ -250,8 +250,8 @@ def test_elr_plus_learns_mixed_pictures_with_the_peers_memory(remembered: bool) 
         guess = method.average[1 - n].network(images)[1]
         for r, i, _ in real(batch):
             memory[i, n] = 0.7 * memory[i, n] + 0.3 * torch.tensor(softmax(guess[r]), dtype=torch.float64)
-        lam = elr.mixing.coefficient(batch, 1.0, elr.COEFFICIENT + n, fold=True)
-        partner = elr.mixing.partners(batch, 1, elr.PARTNER + n)
+        lam = elr.mixup.mixup_lambda(batch, 1.0, elr.COEFFICIENT + n, fold=True)
+        partner = elr.mixup.mixup_partners(batch, 1, elr.PARTNER + n)
         mixed = torch.stack([lam * images[r] + (1 - lam) * images[partner[r]] for r in range(ROWS)])
         logits = method.networks[n](mixed)[1]
         for r, i, y in real(batch):
@@ -272,7 +272,7 @@ def test_elr_plus_learns_mixed_pictures_with_the_peers_memory(remembered: bool) 
 def test_beliefs_of_elr_are_the_remembered_classes() -> None:
     method, _ = set_up("elr")
     method.memory[0, 2] = 0.5
-    beliefs = method.beliefs()
+    beliefs = method.beliefs
     assert int(beliefs.label[0]) == 2
     assert not beliefs.clean[0]
     assert beliefs.clean[1:].all()  # nothing remembered: the label stands

@@ -121,12 +121,12 @@ def test_corrections_are_remembered_by_sample_and_reported_in_the_next_epoch() -
     assert kept.tolist() == [1, 0, 0]
     assert used.tolist() == [1, 1, 0]  # sure and right, sure and changed, out of distribution
     assert score[2] < 1 / 3
-    assert method.beliefs() is None  # the first epoch with corrections has none to tell of
+    assert method.beliefs is None  # the first epoch with corrections has none to tell of
     run = Course(small_config({"name": "mopro", "queue": 20, "cleaning_start": 0.34, "retrain_part": 0.0}))
     for _ in run.steps():
         pass
     run.method.set_epoch(MAIN, 2)
-    beliefs = run.method.beliefs()
+    beliefs = run.method.beliefs
     assert beliefs is not None
     given = torch.from_numpy(run.pictures.given).long()
     assert (beliefs.score < 1).all()  # every sample was judged

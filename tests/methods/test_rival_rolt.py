@@ -58,7 +58,7 @@ def test_the_division_is_the_published_one() -> None:
     features, given, true = clouds()
     method = divider(given)
     outputs = {"features0": torch.from_numpy(features).float(), "features1": torch.randn(N, D)}
-    outputs |= method.judged([torch.zeros(N, K)] * 2, torch.from_numpy(given).long())
+    outputs |= method.votes_and_losses([torch.zeros(N, K)] * 2, torch.from_numpy(given).long())
     method.begin_epoch(survey_of(outputs))
     assert method.belief[0].numpy() == pytest.approx(slow_belief(features, given), abs=1e-3)
     assert ((method.belief[0].numpy() > 0.5) == (given == true)).mean() > 0.95
@@ -87,7 +87,7 @@ def test_a_class_with_one_sample_or_equal_features_is_believed() -> None:
     features[21:] = 1.0
     method = divider(given, 4)
     outputs = {"features0": features, "features1": torch.zeros(31, D)}
-    outputs |= method.judged([torch.zeros(31, 4)] * 2, torch.from_numpy(given).long())
+    outputs |= method.votes_and_losses([torch.zeros(31, 4)] * 2, torch.from_numpy(given).long())
     method.begin_epoch(survey_of(outputs))
     assert (method.belief[0, 20:] == 1).all()
     assert (method.belief[1] == 1).all()  # a network that says the same of everybody

@@ -77,7 +77,7 @@ def test_labels_are_cleaned_as_published_over_two_epochs() -> None:
         assert method.hard.tolist() == expected["hard"]
         assert method.used.tolist() == expected["used"]
         assert method.soft.numpy() == pytest.approx(np.array(soft), abs=1e-5)
-        beliefs = method.beliefs()
+        beliefs = method.beliefs
         assert beliefs is not None
         assert beliefs.score.tolist() == pytest.approx(expected["score"], abs=1e-5)
         for k in range(K):

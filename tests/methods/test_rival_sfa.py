@@ -49,7 +49,7 @@ def test_centroids_and_their_squares_are_averaged_over_epochs() -> None:
         method.set_epoch(0, epoch)
         found = outputs(method, epoch)
         given = torch.from_numpy(method.data.given).long()
-        kept = method.judged([found["logits0"], found["logits1"]], given)
+        kept = method.votes_and_losses([found["logits0"], found["logits1"]], given)
         for n in range(2):
             sure = found[f"balanced{n}"].softmax(1).gather(1, given[:, None])[:, 0]
             kept |= {f"features{n}": found[f"features{n}"], f"balanced{n}": sure}

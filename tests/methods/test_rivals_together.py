@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 from ranks import on_ranks
-from rivals import Course, Pictures, small_config
+from rivals import Course, Pictures, make_method, small_config
 
 from launch.sweep import method_names
 from pipeline.config import Config
 from pipeline.distributed.world import World
-from pipeline.train import build
+from pipeline.methods.base import Beliefs
+from pipeline.methods.options import load_method, options_of
+from pipeline.training.build import build
 
 # Options with which a training of three epochs goes through every phase of a method; the others need none.
 PHASES: dict[str, dict[str, Any]] = {
@@ -75,7 +77,7 @@ def test_a_restart_changes_not_one_bit(name: str) -> None:
     for found in run.steps():
         losses.append(found)
         states.append(run.state())
-    epochs = [(state["at"]["stage"], state["at"]["epoch"]) for state in states]
+    epochs = [(state["position"]["stage"], state["position"]["epoch"]) for state in states]
     ends = [step for step, epoch in enumerate(epochs) if epoch not in epochs[step + 1 :]]
     for end, following in pairwise(ends):
         for step in (end - 1, end):
@@ -115,10 +117,42 @@ def test_poor_data_is_survived(name: str, case: str) -> None:
             assert score.shape == (4, classes)
             assert torch.isfinite(score).all()
         assert torch.isfinite(run.method.embeddings(images)).all()
-    beliefs = run.method.beliefs()
+    beliefs = run.method.beliefs
     if beliefs:
         known = (beliefs.weight, beliefs.label, beliefs.clean, beliefs.score)
         assert all(value is None or len(value) == len(pictures) for value in known)
+
+
+@every_method
+def test_a_method_and_its_options_are_a_pair_with_names_of_their_own(name: str) -> None:
+    method, options = load_method(name), options_of(name)
+    assert options.__name__ == f"{method.__name__}Options"
+    made = make_method(config_of(name), Pictures().given, 3)
+    assert type(made) is method
+    assert type(made.options) is options
+
+
+def parts_of(beliefs: Beliefs | None) -> dict[str, Any]:
+    """Every known part by name, tensors as lists."""
+    if beliefs is None:
+        return {}
+    basis = dict(zip(("basis_label", "basis_weight"), beliefs.basis or ()))
+    known = {"weight": beliefs.weight, "label": beliefs.label, "clean": beliefs.clean, "score": beliefs.score}
+    tensors = {**known, **basis, **beliefs.other_scores}
+    return {**{name: value.tolist() for name, value in tensors.items() if value is not None}, **beliefs.extra}
+
+
+@every_method
+def test_beliefs_can_be_read_twice_and_make_no_checkpoint_larger(name: str) -> None:
+    run = Course(config_of(name))
+    size = {key: value.shape for key, value in run.method.state_dict().items()}
+    seen: set[str] = set()
+    for _ in run.steps():
+        first, second = parts_of(run.method.beliefs), parts_of(run.method.beliefs)
+        assert first == second
+        seen |= first.keys()
+    assert {key: value.shape for key, value in run.method.state_dict().items()} == size
+    assert "score" in seen or name not in ("prototypical", "rrl")  # whose scores lie outside the checkpoint
 
 
 @pytest.mark.parametrize("name", ["crt", "elr_plus", "har"])
@@ -168,7 +202,7 @@ def test_it_learns_digits(name: str, digits: str, tmp_path: Path) -> None:
         "data": {"batch": 32, "size": 8, "padding": 1, "augmix": "none", "threads": 1}, "model": {"width": 8},
         "method": {"name": name, **options},
     }  # fmt: skip
-    trainer, _ = build(Config.model_validate(settings), World())
+    trainer = build(Config.model_validate(settings), World())
     trainer.run()
     trainer.checkpoints.close()
     last = trainer.history[-1]

@@ -71,8 +71,8 @@ def test_the_list_agrees_with_what_the_run_measured(trained: Trained, audited: t
 def test_the_page_is_one_file_with_pictures_rates_and_a_filter(audited: tuple[Path, str]) -> None:
     page = (audited[0] / "audit.html").read_text()
     assert page.count("data:image/jpeg;base64,") > 10
-    assert page.count("class='card'") == page.count("data:image/jpeg;base64,")
-    for part in ("95 % interval", "id='given'", "id='suggested'", "really wrong"):
+    assert page.count('class="card"') == page.count("data:image/jpeg;base64,")
+    for part in ("95 % interval", 'id="given"', 'id="suggested"', "really wrong"):
         assert part in page
     assert "http://" not in page
     assert "https://" not in page

@@ -17,7 +17,7 @@ from mlflow_store import Server, runs_in
 from trained import Trained, command
 
 from pipeline.config import TrackingConfig
-from pipeline.tracking.tracker import Tracker
+from pipeline.tracking.tracker import start_tracker
 
 pytest_plugins = ["mlflow_fixtures"]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -61,7 +61,7 @@ def test_mlflows_pages_name_both_runs_and_draw_both_curves(database: Path, tmp_p
         for method in ("cross_entropy", "prototypical"):
             config = TrackingConfig(uri=server.uri, experiment="demo", system_metrics=False)
             name = f"digits rho=10 noise=0.5 {method} seed=0"
-            tracker = Tracker(config, tmp_path / method, name, {"method.name": method}, {"method": method})
+            tracker = start_tracker(config, tmp_path / method, name, {"method.name": method}, {"method": method})
             for epoch in range(1, 6):
                 tracker.log(epoch, {"test/top1": 10.0 * epoch, "loss/ce": 1 / epoch})
             assert tracker.finish("FINISHED")

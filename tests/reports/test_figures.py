@@ -39,7 +39,7 @@ def data(classes: int = 10, method: str = "prototypical") -> dict[str, Any]:
 
 def test_every_picture_of_a_complete_run_is_drawn(tmp_path: Path) -> None:
     files = {path.name for path in write_figures(tmp_path, data())}
-    pictures = {f"{name}.png" for name in (*figures.PICTURES, *figures.SINGLE)}
+    pictures = {f"{name}.png" for name in (*figures.COMPARISON_PLOTS, *figures.SINGLE_RUN_PLOTS)}
     assert files == pictures | {"data.json"}
     for name in pictures:
         assert (tmp_path / "figures" / name).read_bytes().startswith(b"\x89PNG")
@@ -57,12 +57,12 @@ def test_every_picture_of_a_complete_run_is_drawn(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_a_method_does_not_know_is_left_out(missing: str, gone: str) -> None:
     whole, some = data(), {key: value for key, value in data().items() if key != missing}
-    if gone in figures.PICTURES:
-        assert figures.PICTURES[gone]([Run("a", "a", whole)]) is not None
-        assert figures.PICTURES[gone]([Run("a", "a", some)]) is None
+    if gone in figures.COMPARISON_PLOTS:
+        assert figures.COMPARISON_PLOTS[gone]([Run("a", "a", whole)]) is not None
+        assert figures.COMPARISON_PLOTS[gone]([Run("a", "a", some)]) is None
     else:
-        assert figures.SINGLE[gone](whole) is not None
-        assert figures.SINGLE[gone](some) is None
+        assert figures.SINGLE_RUN_PLOTS[gone](whole) is not None
+        assert figures.SINGLE_RUN_PLOTS[gone](some) is None
 
 
 def test_a_run_without_anything_to_show_is_no_error(tmp_path: Path) -> None:
@@ -74,9 +74,9 @@ def test_the_axis_is_the_whole_training_in_whole_epochs_even_for_a_single_point(
     late["history"] = [{"epoch": e, "metrics": {"clean/f1": 0.5} if e == 9 else {}} for e in range(1, 10)]
     once = {"history": [{"epoch": 1, "metrics": {"test/top1": 5.0, "loss/ce": 1.0}}]}
     for figure, last in (
-        (figures.cleaning_curves([Run("a", "a", late)]), 9),
-        (figures.accuracy_curves([Run("a", "a", once)]), 1),
-        (figures.losses(once), 1),
+        (figures.plot_cleaning([Run("a", "a", late)]), 9),
+        (figures.plot_accuracy([Run("a", "a", once)]), 1),
+        (figures.plot_losses(once), 1),
     ):
         assert figure is not None
         (ax,) = figure.axes
@@ -89,13 +89,13 @@ def test_the_axis_is_the_whole_training_in_whole_epochs_even_for_a_single_point(
 
 def test_a_hundred_classes_and_several_runs_fit_into_one_picture() -> None:
     runs = [Run(name, name, data(100, name)) for name in ("prototypical", "cross_entropy", "dividemix")]
-    for draw in figures.PICTURES.values():
+    for draw in figures.COMPARISON_PLOTS.values():
         assert draw(runs) is not None
 
 
 def test_all_methods_at_once_are_named_below_the_picture_not_on_top_of_it() -> None:
     runs = [Run(name, name, data(method=name)) for name in METHODS]
-    for draw in figures.PICTURES.values():
+    for draw in figures.COMPARISON_PLOTS.values():
         figure = draw(runs)
         assert figure is not None
         assert all(ax.get_legend() is None for ax in figure.axes)
@@ -106,7 +106,7 @@ def test_all_methods_at_once_are_named_below_the_picture_not_on_top_of_it() -> N
 def test_the_names_have_the_colours_of_their_bars_where_a_run_has_only_one_of_the_panels() -> None:
     runs = [Run(name, name, data(method=name)) for name in ("prototypical", "cross_entropy")]
     del runs[1].data["group_f1"]
-    figure = figures.groups(runs)
+    figure = figures.plot_groups(runs)
     assert figure is not None
     (legend,) = figure.legends
     shown = [to_hex(patch.get_facecolor()).upper() for patch in legend.get_patches()]
@@ -115,7 +115,7 @@ def test_the_names_have_the_colours_of_their_bars_where_a_run_has_only_one_of_th
 
 def test_two_runs_of_a_method_share_its_colour_and_nothing_else() -> None:
     names = ("prototypical", "prototypical", "ldam", "prototypical")
-    found = figures.looks([Run(f"{k}", name, {}) for k, name in enumerate(names)])
+    found = figures.line_styles([Run(f"{k}", name, {}) for k, name in enumerate(names)])
     assert found[0] == style("prototypical")
     assert len({look["color"] for look in found}) == 2
     assert len({(look["linestyle"], look["marker"]) for look in found}) == 4

@@ -11,12 +11,12 @@ import pytest
 from mlflow_store import client_of
 from trained import ROOT, Trained
 
-from pipeline import report
 from pipeline.config import TrackingConfig
-from pipeline.reports import run_table
+from pipeline.reports import report, run_table
+from pipeline.reports.document import Document
 from pipeline.reports.run_table import PAPER, Result, compare, mean_of, paper_tables
 from pipeline.tracking.__main__ import replay
-from pipeline.tracking.tracker import Tracker
+from pipeline.tracking.tracker import start_tracker
 from shards.base.errors import UserError
 
 pytest_plugins = ["mlflow_fixtures"]
@@ -74,7 +74,7 @@ def test_seeds_become_mean_and_spread_with_their_run_ids() -> None:
 
 
 def test_a_number_of_ours_stands_in_one_line_with_its_scale_and_its_runs(tmp_path: Path) -> None:
-    doc = report.Document(tmp_path)
+    doc = Document(tmp_path)
     runs = [result("aaa", seed=0, last=60.0), result("bbb", seed=1, last=64.0)]
     report.paper(doc, [*runs, result("ccc", "cross_entropy", last=30.0, **{"train.epochs": "30"})])
     ours = [line for line in doc.markdown if line.startswith("| rho=") and "not run" not in line]
@@ -150,7 +150,7 @@ def test_a_seed_that_was_run_twice_counts_once_and_the_older_run_is_named(tmp_pa
     (row,) = next(iter(compare(runs).values()))
     assert [run.run_id for run in row.runs] == ["b", "c"]
     assert [run.run_id for run in row.repeated] == ["a"]
-    doc = report.Document(tmp_path)
+    doc = Document(tmp_path)
     report.comparison(doc, runs)
     assert "the newest counts. Left out: a." in "\n".join(doc.markdown)
 
@@ -187,7 +187,7 @@ def test_runs_of_others_are_left_alone_and_one_that_never_came_to_an_epoch_is_li
 ) -> None:
     client = client_of(database)
     client.log_metric(client.create_run("0", run_name="of others").info.run_id, "rmse", 1.0)
-    tracker = Tracker(TrackingConfig(uri="", system_metrics=False), tmp_path, "early", {}, {"method": "ldam"})
+    tracker = start_tracker(TrackingConfig(uri="", system_metrics=False), tmp_path, "early", {}, {"method": "ldam"})
     tracker.finish("FAILED")
     replay(tmp_path, f"sqlite:///{database}")
     report.write_report(f"sqlite:///{database}", [], tmp_path)

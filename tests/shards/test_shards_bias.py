@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shards_help import Build
 
 from shards import bias
 from shards.base.errors import UserError
+from shards.reader import open_split
 
 CIFAR10 = {
     10: [5000, 3871, 2997, 2320, 1796, 1391, 1077, 834, 645, 500],
@@ -54,8 +56,8 @@ def test_totals_of_the_literature(classes: int, largest: int, rho: float, total:
 
 @pytest.mark.parametrize(("rho", "groups"), [(10, (69, 31, 0)), (50, (41, 41, 18)), (100, (35, 35, 30))])
 def test_many_medium_few_of_cifar100(rho: int, groups: tuple[int, int, int]) -> None:
-    found = bias.groups(bias.tail_counts(500, 100, rho))
-    assert tuple(len(found[name]) for name in ("many", "medium", "few")) == groups
+    members = bias.class_groups(bias.tail_counts(500, 100, rho))
+    assert tuple(int(members[name].sum()) for name in ("many", "medium", "few")) == groups
 
 
 @pytest.mark.parametrize(
@@ -154,3 +156,17 @@ def test_the_held_out_part_is_stratified() -> None:
     labels = clean([100, 50, 2, 1])
     test = bias.hold_out(labels, np.arange(len(labels)), 4, 0.1, bias.generator(0, "x").permutation(len(labels)))
     assert bias.counts_of(labels[test], 4).tolist() == [10, 5, 1, 0]
+
+
+def test_manifest_and_evaluation_share_the_bounds_of_many_medium_and_few(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pipeline.evaluation.accuracy import class_groups
+
+    monkeypatch.setattr(bias, "MANY", 60)
+    monkeypatch.setattr(bias, "FEW", 30)
+    split = open_split(build())
+    expected = {name: np.flatnonzero(members).tolist() for name, members in class_groups(split.clean_counts).items()}
+    assert split.manifest.groups == expected
+    assert expected["many"] == np.flatnonzero(split.clean_counts > 60).tolist()
+    assert expected["few"] == np.flatnonzero(split.clean_counts < 30).tolist()

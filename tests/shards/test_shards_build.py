@@ -101,8 +101,8 @@ def test_tars_are_read_by_the_real_webdataset(digits: Path) -> None:
         index = about["index"]
         assert index == seen == int(sample["__key__"])
         assert sample["png"] == bytes(train.read(index))
-        assert about["label"] == train.given[index]
-        assert about["true_label"] == train.true[index]
+        assert about["given"] == train.given[index]
+        assert about["true"] == train.true[index]
         assert about["flipped"] == bool(train.given[index] != train.true[index])
         assert about["class"] == train.classes[train.given[index]]
         assert [about["key"]] == train.keys([index])
@@ -163,6 +163,9 @@ def test_the_name_of_the_output_follows_the_options() -> None:
     assert BuildConfig().place().startswith("data/digits-rho10-noise0.5-seed0-")
     assert BuildConfig().place() != BuildConfig(quality=80).place()
     assert BuildConfig().place() == BuildConfig(writers=7).place()
+    # As in version 0.1: shards built then are found, not built again.
+    assert BuildConfig().place() == "data/digits-rho10-noise0.5-seed0-d54bce37"
+    assert BuildConfig(label_column="label", true_column="true_label").place() == BuildConfig().place()
 
 
 def _race(output: str, numbers: multiprocessing.Queue) -> None:

@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +72,41 @@ class TestCifar:
     def test_damaged_batches(self, data: bytes) -> None:
         with pytest.raises(plain_pickle.NotPlainData):
             plain_pickle.read_batch(data)
+
+    @pytest.mark.parametrize(
+        "data",
+        [
+            b"\x80\x04}r" + (5_000_000).to_bytes(4, "little") + b".",  # a memo of 5 million places
+            b"\x80\x04\x8e" + (1 << 40).to_bytes(8, "little") + b"x.",  # bytes that are not there
+            b"\x80\x05\x96" + (50_000_000).to_bytes(8, "little") + b"x.",  # the same as a bytearray
+            # One text of 100 KB, encoded 1000 times.
+            b"\x80\x02c_codecs\nencode\nq\x00X" + (100_000).to_bytes(4, "little") + b"x" * 100_000
+            + b"X\x06\x00\x00\x00latin1\x86q\x01]q\x02(" + b"h\x00h\x01R" * 1000 + b"e.",
+        ],
+        ids=["memo", "bytes", "bytearray", "text"],
+    )  # fmt: skip
+    def test_a_hostile_batch_gets_no_more_memory_than_it_has_bytes(self, data: bytes) -> None:
+        tracemalloc.start()
+        try:
+            with pytest.raises(plain_pickle.NotPlainData):
+                plain_pickle.read_batch(data)
+            assert tracemalloc.get_traced_memory()[1] < 10e6
+        finally:
+            tracemalloc.stop()
+
+    @pytest.mark.parametrize(
+        ("content", "reason"),
+        [
+            ({b"data": np.zeros((2, 3), np.float32)}, "an array of something else than bytes"),
+            ({b"data": [[1], [2]]}, "it holds a list"),
+            ({b"data": {1: 2}}, "it holds a dict"),
+            ([1, 2], "it is no dictionary"),
+            ({b"data": Path("x")}, "it wants to run 'pathlib"),
+        ],
+    )
+    def test_what_no_batch_holds_is_refused(self, content: object, reason: str) -> None:
+        with pytest.raises(plain_pickle.NotPlainData, match=reason):
+            plain_pickle.read_batch(pickle.dumps(content, 2))
 
     def test_neither_way_worked(self, tmp_path: Path, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
         def refused(*_: object, **__: object) -> None:

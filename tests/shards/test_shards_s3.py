@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import multiprocessing
 import os
@@ -171,6 +172,22 @@ def test_from_build_to_reading(there: str, local: str, cache: CacheConfig) -> No
         open_split("s3://pictures/nowhere")
 
 
+@pytest.fixture
+def no_retries_of_s3fs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """s3fs and botocore ask once. They retry by themselves otherwise, and would hide that we do not."""
+    import s3fs
+
+    @functools.lru_cache
+    def filesystem(scheme: str, process: int) -> s3fs.S3FileSystem:
+        once = {"retries": {"total_max_attempts": 1}}
+        found = s3fs.S3FileSystem(skip_instance_cache=True, config_kwargs=once)
+        found.retries = 1
+        return found
+
+    monkeypatch.setattr(storage, "_filesystem", filesystem)
+
+
+@pytest.mark.usefixtures("no_retries_of_s3fs")
 @pytest.mark.parametrize("fault", ["cut", "refuse"])
 def test_answers_that_are_cut_or_refused_are_asked_for_again(
     fault: str, network: Network, there: str, local: str, cache: CacheConfig

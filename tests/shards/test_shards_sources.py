@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import sys
 import tarfile
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pyarrow.parquet
 import pytest
 from shards_help import Build, fill, picture
 
+from pipeline.predict import find_pictures
 from shards.base.errors import UserError
 from shards.build import ensure
 from shards.config import BuildConfig, CacheConfig
@@ -44,6 +46,17 @@ class TestFolder:
         assert {*train.keys(), *test.keys()} >= {"bee/deep/er/UPPER.PNG", "bee/w.webp"}
         assert (train.true == -1).all()
         assert train.clean_counts.tolist() == train.info.given_counts
+
+    def test_build_and_predict_take_the_same_files_for_pictures(self, tmp_path: Path, build: Build) -> None:
+        root = fill(tmp_path / "in", {"ant": 5, "bee": 5})
+        for number, suffix in enumerate((".jfif", ".jpe", ".JPEG", ".webp", ".txt", ".gif")):
+            (root / "bee" / f"x{suffix}").write_bytes(picture(50 + number))
+        url = build(source="folder", path=str(root))
+        built = {*open_split(url).keys(), *open_split(url, "test").keys()}
+        predicted = {path.relative_to(root).as_posix() for path in find_pictures([str(root)], sys.stdin)}
+        assert built == predicted
+        assert "bee/x.jfif" in predicted
+        assert "bee/x.gif" not in predicted
 
     def test_a_second_folder_is_the_test_split(self, tmp_path: Path, build: Build) -> None:
         train = fill(tmp_path / "train", {"ant": 4, "bee": 3})
@@ -119,8 +132,8 @@ class TestList:
         return [
             {
                 "path": f"x/{n:03d}.jpg",
-                "label": names[n % 3],
-                "true_label": names[(n // 2) % 3],
+                "given": names[n % 3],
+                "true": names[(n // 2) % 3],
                 "split": "train" if n < 9 else "test",
             }
             for n in range(12)
@@ -139,11 +152,35 @@ class TestList:
         for split in (train, test):
             for index, key in enumerate(split.keys()):
                 row = rows[int(key[2:5])]
-                assert split.classes[split.true[index]] == row["true_label"]
-                seen = row["label"] if split is train else row["true_label"]  # a test is judged by the truth
+                assert split.classes[split.true[index]] == row["true"]
+                seen = row["given"] if split is train else row["true"]  # a test is judged by the truth
                 assert split.classes[split.given[index]] == seen
         assert train.clean_counts.tolist() == np.bincount(train.true, minlength=3).tolist()
         assert not train.flipped.any()
+
+    @pytest.mark.parametrize("spelling", [("label", "true_label"), ("given", "true_label"), ("label", "true")])
+    def test_lists_of_version_0_1_call_their_columns_label_and_true_label(
+        self, spelling: tuple[str, str], rows, tmp_path: Path, build: Build
+    ) -> None:
+        new, old = tmp_path / "new.csv", tmp_path / "old.csv"
+        names = dict(zip(("given", "true"), spelling))
+        self.write(new, rows)
+        self.write(old, [{names.get(key, key): value for key, value in row.items()} for row in rows])
+        expected, found = (open_split(build(file.stem, source="list", path=str(file))) for file in (new, old))
+        assert np.array_equal(found.given, expected.given)
+        assert np.array_equal(found.true, expected.true)
+        assert len(set(found.true) - {-1}) == 3
+
+    def test_given_and_true_win_over_the_old_names(self, rows, tmp_path: Path, build: Build) -> None:
+        both = [row | {"label": "dog", "true_label": "eel"} for row in rows]
+        assert open_split(build(source="list", path=self.write(tmp_path / "l.csv", both))).classes == [
+            "ant",
+            "bee",
+            "cat",
+        ]
+        neither = self.write(tmp_path / "n.csv", [{"path": row["path"], "class": row["given"]} for row in rows])
+        with pytest.raises(UserError, match="has no column 'given'"):
+            build("none", source="list", path=neither)
 
     def test_other_columns_are_not_read(self, rows, tmp_path: Path) -> None:
         """Published lists may carry the very pictures in a column."""
@@ -151,12 +188,12 @@ class TestList:
         pa.parquet.write_table(pa.Table.from_pylist(heavy), tmp_path / "l.parquet", compression=None)
         self.write(tmp_path / "l.csv", heavy)
         for name in ("l.parquet", "l.csv"):
-            table = read_table(str(tmp_path / name), ["path", "label"], ("split",))
-            assert table.column_names == ["path", "label", "split"]
+            table = read_table(str(tmp_path / name), ["path", "given"], ("split",))
+            assert table.column_names == ["path", "given", "split"]
             assert table.nbytes < 10_000
 
     def test_columns_by_other_names(self, rows, tmp_path: Path, build: Build) -> None:
-        renamed = [{"file": r["path"], "noisy_50": r["label"], "is_valid": r["split"] == "test"} for r in rows]
+        renamed = [{"file": r["path"], "noisy_50": r["given"], "is_valid": r["split"] == "test"} for r in rows]
         url = build(
             source="list",
             path=self.write(tmp_path / "l.csv", renamed),
@@ -168,13 +205,13 @@ class TestList:
         assert (open_split(url).true == -1).all()
 
     def test_numbers_as_labels_are_ordered_as_numbers(self, rows, tmp_path: Path, build: Build) -> None:
-        numbered = [{"path": r["path"], "label": n % 3 + 9} for n, r in enumerate(rows)]
+        numbered = [{"path": r["path"], "given": n % 3 + 9} for n, r in enumerate(rows)]
         url = build(source="list", path=self.write(tmp_path / "l.csv", numbered))
         assert open_split(url).classes == ["9", "10", "11"]
 
     def test_a_root_apart_from_the_list_and_a_second_list(self, rows, tmp_path: Path, build: Build) -> None:
         (tmp_path / "lists").mkdir()
-        plain = [{"path": r["path"], "label": r["label"]} for r in rows]
+        plain = [{"path": r["path"], "given": r["given"]} for r in rows]
         first = self.write(tmp_path / "lists" / "a.csv", plain[:8])
         second = self.write(tmp_path / "lists" / "b.csv", plain[8:])
         url = build(source="list", path=first, validation_path=second, root=str(tmp_path))
@@ -188,7 +225,7 @@ class TestList:
             ({"path": "/etc/passwd"}, "row 3: the path '/etc/passwd' is not below the root"),
             ({"path": ""}, "row 3: the path '' is not below the root"),
             ({"path": "x/./000.jpg"}, r"rows 1 and 3 both name 'x/000\.jpg'"),
-            ({"label": ""}, "row 3: the label is empty"),
+            ({"given": ""}, "row 3: the label is empty"),
             ({"split": "maybe"}, "row 3: 'maybe' in column 'split' is no split"),
         ],
     )

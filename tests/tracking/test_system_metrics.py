@@ -10,9 +10,9 @@ import pytest
 from ranks import on_ranks
 
 from pipeline import config as configuration
-from pipeline import train
 from pipeline.distributed.world import World
 from pipeline.tracking import system_metrics
+from pipeline.training.build import build
 
 
 def test_a_machine_without_gpus(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def one_epoch(world: World, url: str, folder: str, ranks_per_machine: int) -> li
     placed = World(world.rank, world.size, world.rank % ranks_per_machine)
     words = ("train.epochs=1", "data.batch=256", "model.width=4", "data.threads=1", "tracking.uri=")
     words += ("method.name=cross_entropy", "checkpoint.every_epochs=0")
-    trainer, _ = train.build(configuration.load([f"shards.url={url}", f"output={folder}", *words]), placed)
+    trainer = build(configuration.load([f"shards.url={url}", f"output={folder}", *words]), placed)
     logged: dict[str, float] = {}
     trainer.tracker.log = lambda step, metrics: logged.update(metrics)  # type: ignore[method-assign]
     trainer.run()

@@ -17,8 +17,9 @@ from trained import Trained, train
 
 from pipeline.config import TrackingConfig
 from pipeline.tracking import tracker as tracking
-from pipeline.tracking.journal import Journal
-from pipeline.tracking.tracker import NullTracker, Tracker, journal
+from pipeline.tracking.__main__ import replay
+from pipeline.tracking.journal import Journal, lock
+from pipeline.tracking.tracker import NullTracker, Tracker, journal, start_tracker
 from shards.base.errors import UserError
 from shards.base.redact import redact
 
@@ -28,7 +29,7 @@ PARAMS: dict[str, object] = {"method.name": "prototypical", "train.epochs": 3}
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "SHIP_SECONDS", 0.1)
+    monkeypatch.setattr(tracking, "SYNC_SECONDS", 0.1)
 
 
 def config(database: Path | None = None, **more: object) -> TrackingConfig:
@@ -37,7 +38,7 @@ def config(database: Path | None = None, **more: object) -> TrackingConfig:
 
 
 def start(config: TrackingConfig, folder: Path, state: dict | None = None, **params: object) -> Tracker:
-    return Tracker(
+    return start_tracker(
         config, folder, "digits prototypical seed=0", {**PARAMS, **params}, {"method": "prototypical"}, state
     )
 
@@ -53,7 +54,7 @@ def stop(tracker: Tracker) -> None:
 def wait_for_lock(folder: Path) -> None:
     free = True
     while free:
-        with tracking.lock(folder / "journal.jsonl") as free:
+        with lock(folder / "journal.jsonl") as free:
             pass
 
 
@@ -66,10 +67,10 @@ def lines(folder: Path, kind: str = "metrics") -> list[dict]:
 
 def test_without_a_uri_there_is_only_the_journal_and_mlflow_is_never_imported(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from pipeline.tracking.tracker import Tracker\n"
+        "import sys; from pathlib import Path; from pipeline.tracking.tracker import start_tracker\n"
         "from pipeline.config import TrackingConfig\n"
         f"folder = Path({str(tmp_path)!r})\n"
-        "t = Tracker(TrackingConfig(uri='', system_metrics=False), folder, 'run', {}, {})\n"
+        "t = start_tracker(TrackingConfig(uri='', system_metrics=False), folder, 'run', {}, {})\n"
         "t.log(1, {'test/top1': 50.0}); assert t.finish('FINISHED'); assert t.run_id is None\n"
         "assert 'mlflow' not in sys.modules and 'torch' not in sys.modules"
     )
@@ -185,11 +186,11 @@ def test_replay_ships_what_a_dead_job_left_marks_it_failed_and_does_nothing_the_
     dead.log(1, {"test/top1": 10.0})
     stop(dead)
     uri = f"sqlite:///{database}"
-    assert tracking.replay(tmp_path / "run", uri) == 3  # start, metrics, end
+    assert replay(tmp_path / "run", uri) == 3  # start, metrics, end
     (run,) = runs_in(database)
     assert run.info.status == "FAILED"
     assert run.info.run_name == "digits prototypical seed=0"
-    assert tracking.replay(tmp_path / "run", uri) == 0
+    assert replay(tmp_path / "run", uri) == 0
     assert history(database, run.info.run_id, "test/top1") == [(1, 10.0)]
 
 
@@ -197,8 +198,8 @@ def test_replay_keeps_away_from_a_journal_whose_job_is_alive(database: Path, tmp
     alive = start(config(database), tmp_path / "run")
     while not alive.run_id:
         pass
-    with pytest.raises(UserError, match="still running, or by another replay"):
-        tracking.replay(tmp_path / "run", f"sqlite:///{database}")
+    with pytest.raises(UserError, match="still running, or another replay"):
+        replay(tmp_path / "run", f"sqlite:///{database}")
     alive.finish("FINISHED")
 
 
@@ -207,10 +208,10 @@ def test_replay_keeps_away_from_a_job_that_only_writes_its_journal(database: Pat
     alive.log(1, {"test/top1": 10.0})
     wait_for_lock(tmp_path / "run")
     with pytest.raises(UserError, match="still running"):
-        tracking.replay(tmp_path / "run", f"sqlite:///{database}")
+        replay(tmp_path / "run", f"sqlite:///{database}")
     alive.log(2, {"test/top1": 20.0})
     alive.finish("FINISHED")
-    assert tracking.replay(tmp_path / "run", f"sqlite:///{database}") == 4
+    assert replay(tmp_path / "run", f"sqlite:///{database}") == 4
     (run,) = runs_in(database)
     assert run.info.status == "FINISHED"
     assert history(database, run.info.run_id, "test/top1") == [(1, 10.0), (2, 20.0)]
@@ -222,7 +223,7 @@ def test_a_job_that_starts_again_while_it_is_replayed_loses_nothing(database: Pa
     state = first.state()
     assert first.finish("KILLED")
     path = first.path
-    with tracking.lock(path):  # a replay is at work when the job starts again, and notes how far it came
+    with lock(path):  # a replay is at work when the job starts again, and notes how far it came
         second = start(config(database), tmp_path / "run", state)
         journal.write_cursor(path, {**journal.read_cursor(path), "offset": second._journal.size + 40})
         second.log(2, {"test/top1": 20.0})
@@ -238,7 +239,7 @@ def test_the_journal_put_aside_of_a_job_that_died_is_replayed_as_failed(database
     other = start(config(), tmp_path, **{"method.name": "cross_entropy"})
     other.finish("FINISHED")
     (tmp_path / "summary.json").write_text('{"last": 1.0, "run_id": null}')
-    tracking.replay(tmp_path, f"sqlite:///{database}")
+    replay(tmp_path, f"sqlite:///{database}")
     found = {run.data.params["method.name"]: run.info for run in runs_in(database)}
     assert {name: info.status for name, info in found.items()} == {
         "prototypical": "FAILED",
@@ -282,7 +283,7 @@ def test_a_run_lost_with_its_database_is_made_again_from_the_journal(
     tracker.log(1, {"test/top1": 10.0})
     assert tracker.finish("FINISHED")
     database.write_bytes(migrated.read_bytes())
-    assert tracking.replay(tmp_path / "run", f"sqlite:///{database}") == 3  # not "nothing was left to ship"
+    assert replay(tmp_path / "run", f"sqlite:///{database}") == 3  # not "nothing was left to ship"
     (run,) = runs_in(database)
     assert history(database, run.info.run_id, "test/top1") == [(1, 10.0)]
 
@@ -342,9 +343,9 @@ def test_an_artifact_that_cannot_be_stored_does_not_hold_up_the_metrics(database
     (run,) = runs_in(database)
     assert history(database, run.info.run_id, "test/top1") == [(1, 50.0)]
     with pytest.raises(UserError, match="1 artifacts were not taken"):
-        tracking.replay(folder, f"sqlite:///{database}")
+        replay(folder, f"sqlite:///{database}")
     blocked.unlink()
-    assert tracking.replay(folder, f"sqlite:///{database}") == 1
+    assert replay(folder, f"sqlite:///{database}") == 1
     assert [item.path for item in client_of(database).list_artifacts(run.info.run_id)] == ["config.yaml"]
 
 
@@ -359,7 +360,7 @@ def test_a_model_whose_upload_was_cut_off_is_there_once_after_all(
     assert not tracker.finish("FINISHED")
     blocked.unlink()
     for _ in range(2):
-        tracking.replay(tmp_path / "run", f"sqlite:///{database}")
+        replay(tmp_path / "run", f"sqlite:///{database}")
         (run,) = runs_in(database)
         (model,) = client_of(database).search_logged_models([run.info.experiment_id])
         assert model.status == "READY"

@@ -15,7 +15,8 @@ from mlflow_store import Server, history, runs_in
 
 from pipeline.config import TrackingConfig
 from pipeline.tracking import tracker as tracking
-from pipeline.tracking.tracker import Tracker
+from pipeline.tracking.__main__ import replay
+from pipeline.tracking.tracker import Tracker, start_tracker
 
 pytest_plugins = ["mlflow_fixtures"]
 
@@ -32,7 +33,7 @@ def server(migrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "SHIP_SECONDS", 0.2)
+    monkeypatch.setattr(tracking, "SYNC_SECONDS", 0.2)
     monkeypatch.setattr(tracking, "LONGEST_PAUSE", 1.0)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
@@ -40,7 +41,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def start(uri: str, folder: Path, experiment: str) -> Tracker:
     config = TrackingConfig(uri=uri, experiment=experiment, system_metrics=False)
-    return Tracker(config, folder, "run", {"seed": 0}, {})
+    return start_tracker(config, folder, "run", {"seed": 0}, {})
 
 
 def wait_until(true: Callable[[], bool], seconds: float = 60) -> None:
@@ -143,7 +144,7 @@ def test_lost_answers_and_errors_end_with_one_run_and_every_step_exactly_once(se
     finally:
         proxy.shutdown()
     assert Unreliable.lost > 2
-    tracking.replay(tmp_path, server.uri)  # whatever the end of the run may have missed
+    replay(tmp_path, server.uri)  # whatever the end of the run may have missed
     found = [run for run in runs_in(server.uri) if run.info.experiment_id != "0" and "evenhand.job" in run.data.tags]
     mine = [run for run in found if run.data.tags["evenhand.job"] == tracker.state()["job"]]
     assert len(mine) == 1

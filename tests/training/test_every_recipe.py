@@ -17,7 +17,7 @@ from PIL import Image
 from pipeline import config as configuration
 from pipeline.distributed.world import World
 from pipeline.methods.options import MethodOptions
-from pipeline.train import build
+from pipeline.training.build import build
 
 METHODS = [options.model_fields["name"].default for options in get_args(get_args(MethodOptions)[0])]
 SMALL = {
@@ -106,7 +106,7 @@ def test_trains(collection: tuple[str, list[str]], method: str, tmp_path: Path) 
     name, words = collection
     short = ["train.epochs=3", "data.batch=16", "data.threads=1", "tracking.uri=", f"output={tmp_path}"]
     config = configuration.load([*words, f"method.name={method}", *short, *SOONER.get(method, [])])
-    trainer, _ = build(config, World())
+    trainer = build(config, World())
     trainer.run()
     last = trainer.history[-1]
     assert all(math.isfinite(value) for past in trainer.history for value in past.values())

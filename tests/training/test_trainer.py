@@ -17,6 +17,7 @@ from pipeline import train
 from pipeline.distributed.step_sync import TrainingStopped
 from pipeline.distributed.world import World
 from pipeline.inference import model as exported
+from pipeline.training.build import build
 
 QUICK = ("train.epochs=3", "data.batch=128", "model.width=8", "data.threads=1", "method.warmup_steps=3",
          "method.cleaning_start=0.34", "tracking.uri=", "tracking.system_metrics=false", "checkpoint.background=false")  # fmt: skip
@@ -49,14 +50,14 @@ def run_to_end(config: configuration.Config, world: World = ALONE, looks: int | 
     def note(at: Any, batch: Any) -> None:
         seen.append((at.stage, at.epoch, at.step, batch.index[batch.valid > 0].tolist()))
 
-    trainer, _ = train.build(config, world)
+    trainer = build(config, world)
     trainer.on_batch = note
     if looks is not None:
         trainer.step_sync.stop_source = StopAt(looks)
         with pytest.raises(TrainingStopped):
             trainer.run()
         trainer.checkpoints.close()
-        trainer, _ = train.build(config, world)
+        trainer = build(config, world)
         trainer.on_batch = note
     trainer.run()
     trainer.checkpoints.close()
@@ -94,7 +95,7 @@ def test_another_seed_is_another_training(digits, tmp_path, straight) -> None:
 
 
 def without_truth(config: configuration.Config) -> dict[str, Any]:
-    trainer, _ = train.build(config, World())
+    trainer = build(config, World())
     trainer.train_split.true = np.full_like(trainer.train_split.true, -1)
     trainer.run()
     return dict(trainer.method.state_dict())
@@ -138,9 +139,9 @@ def test_any_number_of_ranks_is_the_same_training(digits, tmp_path, ranks) -> No
 
 def look_and_believe(world: World, url: str, folder: str) -> dict[str, Any]:
     """Survey, prototypes, cleaning and evaluation of a trained network, as the next epoch would start."""
-    trainer, _ = train.build(configured(url, Path(folder)), world)
+    trainer = build(configured(url, Path(folder)), world)
     trainer.method.set_epoch(1, 2)
-    trainer._believe()
+    trainer._start_epoch()
     trainer.method.end_epoch(trainer._survey())
     state = trainer.method.state_dict()
     names = ("prototypes", "current", "weight", "refined", "clean", "flagged")
@@ -180,7 +181,7 @@ def test_a_run_stopped_on_two_ranks_goes_on_with_the_same_samples_on_one(digits,
 
 
 def stop_then_leave(world: World, url: str, folder: str, looks: int) -> list[Any]:
-    trainer, _ = train.build(configured(url, Path(folder), *EXACT), world)
+    trainer = build(configured(url, Path(folder), *EXACT), world)
     seen: list[Any] = []
     trainer.on_batch = lambda at, b: seen.append((at.stage, at.epoch, at.step, b.index[b.valid > 0].tolist()))
     trainer.step_sync.stop_source = StopAt(looks) if world.rank == 1 else None  # one rank is asked, both stop
@@ -195,7 +196,7 @@ def test_thirty_steps_follow_the_golden_curve(digits, tmp_path) -> None:
     import os
 
     losses: list[float] = []
-    trainer, _ = train.build(
+    trainer = build(
         configured(
             digits, tmp_path, "train.epochs=6", "method.cleaning_start=0.17", "model.norm=group", "optim.lr=0.005"
         ),
@@ -250,11 +251,11 @@ def test_killed_while_its_results_are_written_a_run_writes_them_at_the_next_star
 def test_a_checkpoint_of_another_training_is_refused(digits, tmp_path) -> None:
     from shards.base.errors import UserError
 
-    trainer, _ = train.build(configured(digits, tmp_path), World())
+    trainer = build(configured(digits, tmp_path), World())
     trainer._save(wait=True)
     for word, expected in [("optim.lr=0.5", "optim.lr was 0.05, is 0.5"), ("method.name=cross_entropy", "method.name"),
                            ("train.epochs=9", "train.epochs was 3, is 9")]:  # fmt: skip
         words = [w for w in QUICK if not (word.startswith("method.name") and w.startswith("method."))]
         config = configuration.load([f"shards.url={digits}", f"output={tmp_path}", *words, word])
         with pytest.raises(UserError, match=expected):
-            train.build(config, World())
+            build(config, World())

@@ -8,12 +8,12 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from pipeline.methods.options import Prototypical
+from pipeline.methods.options import PrototypicalOptions
 from pipeline.methods.parts.losses import prototype_logits
 from pipeline.methods.parts.prototypes import BLOCK
 
 
-def threshold_at(options: Prototypical, epoch: int, epochs: int, classes: int) -> float:
+def threshold_at(options: PrototypicalOptions, epoch: int, epochs: int, classes: int) -> float:
     """The confidence below which a label is doubted in an epoch, counted from the start of the training."""
     start, growth = options.threshold_start, options.threshold_growth
     if options.threshold == "fixed":
@@ -66,7 +66,7 @@ def refine(
 
 
 def refine_all(
-    z_ND: Tensor, given_N: Tensor, prototypes_KD: Tensor, threshold: float, options: Prototypical
+    z_ND: Tensor, given_N: Tensor, prototypes_KD: Tensor, threshold: float, options: PrototypicalOptions
 ) -> Cleaned:
     """`refine` by prototypes, a block of rows at a time: linear in N, and never N x K numbers at once."""
     blocks = [

@@ -40,7 +40,7 @@ def take_survey(
     for index, images in batches:
         indices.append(index)
         for name, value in outputs_of(index, images).items():
-            kept.setdefault(name, []).append(value.float())
+            kept.setdefault(name, []).append(value if value.dtype == torch.float64 else value.float())
     index = torch.cat(indices) if indices else torch.zeros(0, dtype=torch.long, device=world.device)
     outputs = {name: torch.cat(parts) for name, parts in kept.items()}
     if total < world.size:  # some ranks have seen nothing and learn from the others what they would have

@@ -20,7 +20,7 @@ from pipeline.engines.engine import Engine
 from pipeline.methods.base import Method, Stage
 from pipeline.methods.options import load_method
 from pipeline.tracking.tracker import NullTracker
-from pipeline.training.trainer import Trainer
+from pipeline.training.trainer import Trainer, TrainingData
 from shards.base.settings import merge
 from shards.config import CacheConfig
 from shards.reader import Split, open_split
@@ -52,11 +52,15 @@ def make_method(config: Config, train: Split, world: World) -> Method:
 
 
 def make_trainer(world: World, url: str, folder: str, config: Config, stop_source: StopSource | None = None) -> Trainer:
-    found = splits(url)
+    """A trainer that stands where its newest checkpoint in `folder` left it."""
+    train, test = (open_split(url, name, CacheConfig()) for name in ("train", "test"))
+    loaders = [Loader(split, config.data, config.seed, world, config.optim.accumulate) for split in (train, test)]
+    data = TrainingData(train, {"test": test}, loaders[0], {"test": loaders[1]})
     checkpoints = Checkpointer(folder, 3, world, background=False)
-    method = make_method(config, found["train"], world)
-    tests = {"test": found["test"]}
-    return Trainer(config, method, found["train"], tests, world, checkpoints, lambda state: NullTracker(), stop_source)
+    method = make_method(config, train, world)
+    engine = make_engine(config, method, world)
+    resume = checkpoints.load()
+    return Trainer(config, world, method, engine, data, checkpoints, NullTracker(), stop_source, resume=resume)
 
 
 class Bench:

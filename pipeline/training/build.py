@@ -1,0 +1,149 @@
+"""Everything a run is made of, on this rank: shards, method, engine, loaders, checkpoints, tracker, trainer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from pipeline.checkpoints import run_lock
+from pipeline.checkpoints.checkpointer import Checkpointer, Loaded
+from pipeline.checkpoints.position import Position
+from pipeline.config import Config
+from pipeline.data.batch import Batch, TrainingSet
+from pipeline.data.loader import open_loader
+from pipeline.distributed.world import World
+from pipeline.engines import make_engine
+from pipeline.methods.base import Method
+from pipeline.methods.options import load_method
+from pipeline.process.stop_request import StopRequest
+from pipeline.tracking.tracker import NullTracker, start_tracker
+from pipeline.training import run_folder
+from pipeline.training.trainer import OnBatch, Trainer, TrainingData, check_resumable
+from shards.base.errors import UserError
+from shards.base.settings import flatten
+from shards.build import ensure
+from shards.reader import Split, open_split
+
+
+def build(config: Config, world: World) -> Trainer:
+    """A trainer that stands where its newest checkpoint left it. Called by all ranks together."""
+    folder = Path(config.output)
+    data = _open_data(config, _build_shards(config, world), world)
+    stop_request = StopRequest(config.train.deadline_minutes, config.train.stop_file or str(folder / "stop"))
+    run_lock.lock(folder, world)
+    checkpoints = Checkpointer(
+        config.checkpoint.url or str(folder / "checkpoints"),
+        config.checkpoint.keep,
+        world,
+        config.checkpoint.background,
+    )
+    checkpoints.check_writable()
+    method = _build_method(config, data.train, world)
+    resume = checkpoints.load()
+    if resume is not None:
+        check_resumable(config, data.train, resume.tree, resume.name)
+    tracker = _build_tracker(config, world, folder, data.train, resume)
+    trainer = Trainer(
+        config,
+        world,
+        method,
+        make_engine(config, method, world),
+        data,
+        checkpoints,
+        tracker,
+        stop_request,
+        _sample_log(config, folder, world),
+        resume,
+    )
+    if tracker.lost:  # the journal is gone, the checkpoint knows its metrics
+        for epoch, metrics in enumerate(trainer.history, 1):
+            tracker.log(epoch, metrics)
+    return trainer
+
+
+def _build_shards(config: Config, world: World) -> str:
+    """The URL of the shards. Rank 0 creates the folder and builds the shards; its error is every rank's."""
+    url: str | None = None
+    problem: UserError | None = None
+    if world.is_main:
+        try:
+            run_folder.create_run_folder(config)
+            url = ensure(config.shards)
+        except UserError as error:
+            problem = error
+    url, problem = world.broadcast_object((url, problem))
+    if problem is not None or url is None:
+        raise problem or UserError("The shards could not be built. Look at the output of rank 0.")
+    return url
+
+
+def _open_data(config: Config, url: str, world: World) -> TrainingData:
+    train = open_split(url, "train", config.data.cache)
+    tests = {name: open_split(url, name, config.data.cache) for name in train.manifest.splits if name != "train"}
+    loader = open_loader(train, config.data, config.seed, world, config.optim.accumulate)
+    test_loaders = {name: open_loader(split, config.data, config.seed, world) for name, split in tests.items()}
+    return TrainingData(train, tests, loader, test_loaders)
+
+
+def _build_method(config: Config, train: Split, world: World) -> Method:
+    data = TrainingSet(
+        train.given,
+        len(train.classes),
+        config.seed,
+        config.data.batch,
+        tuple(train.shard_sizes),
+        config.data.shuffle_window,
+    )
+    torch.manual_seed(config.seed)
+    method = load_method(config.method.name)(config, data, world)
+    if world.size > 1 and world.device.type == "cuda" and config.model.sync_batchnorm:
+        method = torch.nn.SyncBatchNorm.convert_sync_batchnorm(method)
+    return method.to(world.device)
+
+
+def _build_tracker(config: Config, world: World, folder: Path, train: Split, resume: Loaded | None) -> NullTracker:
+    if not world.is_main or run_folder.finished(folder):
+        return NullTracker()
+    manifest, bias = train.manifest, train.manifest.bias
+    tags = {
+        "method": config.method.name,
+        "dataset": manifest.source,
+        "manifest": manifest.hash,
+        "table_cell": config.table_cell,
+        "ranks": str(world.size),
+        "recipe": config.recipe,
+        "rho": f"{bias.rho:g}",
+        "noise": f"{bias.noise:g}",
+    }
+    params = flatten(config.model_dump(mode="json"))
+    name = run_folder.run_name(config, manifest.source, bias.rho, bias.noise)
+    tracker = start_tracker(config.tracking, folder, name, params, tags, resume.tree["tracking"] if resume else None)
+    tracker.dataset(
+        {
+            "name": manifest.source,
+            "digest": manifest.hash[:32],
+            "source": train.url,
+            "samples": len(train),
+            "classes": len(train.classes),
+            "rho": bias.rho,
+            "noise": bias.noise,
+        }
+    )
+    return tracker
+
+
+def _sample_log(config: Config, folder: Path, world: World) -> OnBatch | None:
+    """Writes the samples of every step to a file, for whoever wants to count them."""
+    if not config.train.sample_log:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)  # on another machine than rank 0's it may be missing
+    file = open(folder / f"samples-rank{world.rank}.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+
+    def write(position: Position, batch: Batch) -> None:
+        indices = batch.index[batch.valid > 0].tolist()
+        file.write(json.dumps([position.stage, position.epoch, position.pass_index, position.step, indices]) + "\n")
+        file.flush()
+
+    return write
