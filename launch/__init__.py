@@ -1,1 +1,1 @@
-"""Starting jobs: an entry with honest exit codes, and what a cluster needs around it."""
+"""Starting jobs: the command `evenhand`, an entry for containers, sweeps, and Kubernetes manifests."""

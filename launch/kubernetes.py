@@ -4,12 +4,12 @@
         --config configs/cifar10_lt.yaml shards.url=s3://bucket/c10 checkpoint.url=s3://bucket/runs/c10 \\
         tracking.uri=http://mlflow:5000 | kubectl apply -f -
 
-Before the `--` stand settings of the job, after it those of the training, as for `python -m pipeline.train`. Both are
-checked here, so that a mistake answers at once and not from a pod. The config file travels in a ConfigMap.
+Settings of the job stand before the `--`, settings of the training after it, as for `python -m pipeline.train`. Both are
+checked here, before any pod starts. The config file becomes a ConfigMap.
 
-task=build packs shards instead: each pod writes its share, and what stands after the `--` is for `python -m shards.build`.
+task=build builds shards instead: each pod writes its share, and settings of `python -m shards.build` stand after the `--`.
 
-kind=job needs nothing but Kubernetes: an Indexed Job and a headless Service through which the pods find the first.
+kind=job needs only Kubernetes: an Indexed Job and a headless Service by which the pods find the first pod.
 kind=jobset and kind=trainjob are for clusters with JobSet or the Kubeflow Trainer: a lost pod restarts the whole group.
 """
 
@@ -32,13 +32,13 @@ from shards.base.settings import Settings, find_config
 from shards.config import BuildConfig
 
 PROG = "python -m launch.kubernetes"
-CONTAINER = "node"  # the name by which the Kubeflow Trainer knows it
+CONTAINER = "node"  # the name the Kubeflow Trainer expects
 PORT = 29500
-WORK = "/work"  # everything that is written: the volume, or a disk that goes with the pod
+WORK = "/work"  # for all output: the volume, or the disk of the pod, which is deleted with it
 CONFIG = "/config/settings.yaml"
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 USER = 10001  # of the image
-LONGEST_NAME = 52  # the names of pods are made from it and must stay below 64 letters
+LONGEST_NAME = 52  # names of pods are made from it and must have fewer than 64 letters
 CACHED = 0.8  # of the pod's disk, for shards
 UNITS = {"M": 1e6, "G": 1e9, "T": 1e12, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
@@ -54,7 +54,7 @@ class JobConfig(Settings):
         "job", description="plain Kubernetes, JobSet, or Kubeflow TrainJob"
     )
     namespace: str = Field("", description="empty = the one kubectl is set to")
-    nodes: PositiveInt = Field(1, description="pods, one a machine")
+    nodes: PositiveInt = Field(1, description="pods, one per machine")
     gpus: NonNegativeInt = Field(8, description="GPUs and ranks of a pod; 0 = one rank on CPUs")
     cpu: PositiveInt = Field(8, description="CPUs of a pod, for decoding and augmentation")
     memory: Size = Field("64Gi", description="memory of a pod, shared memory included")
@@ -74,7 +74,7 @@ class JobConfig(Settings):
     nodes_with: dict[str, str] = Field(
         {}, description="labels the machines must have, as nodes_with.label=value in a file"
     )
-    tolerate: list[str] = Field([], description="taints to put up with, such as nvidia.com/gpu or a spot taint")
+    tolerate: list[str] = Field([], description="taints to tolerate, such as nvidia.com/gpu or a spot taint")
 
 
 COMMAND = cli.Command(PROG, __doc__ or "", JobConfig, passes_on="settings of the training")
@@ -87,16 +87,16 @@ def main(argv: list[str]) -> int:
     from_file = ["--config", str(file)] if file else []
     if job.task == "train":
         run = training.load(from_file + options)
-        lasting = {"checkpoint.url": run.checkpoint.url, "tracking.uri": run.tracking.uri}
-        options += _places(job, run)
+        durable = {"checkpoint.url": run.checkpoint.url, "tracking.uri": run.tracking.uri}
+        options += _default_paths(job, run)
         if job.nodes > 1:
-            lasting["shards.url"] = run.shards.url
+            durable["shards.url"] = run.shards.url
     else:
         shards = BUILD.load(from_file + options)
-        lasting = {"output": shards.output}
+        durable = {"output": shards.output}
         options += [] if shards.writers else [f"writers={job.cpu}"]
     text = file.read_text("utf-8") if file else ""
-    _check(job, lasting, [*options, *text.splitlines()])
+    _check(job, durable, [*options, *text.splitlines()])
     print(yaml.safe_dump_all(manifests(job, options, text), sort_keys=False), end="")
     return 0
 
@@ -112,10 +112,10 @@ def _take_config(options: list[str], shipped: Path | None) -> tuple[Path | None,
     return find_config(name, shipped) if name else None, rest
 
 
-def _check(job: JobConfig, lasting: dict[str, str], written: list[str]) -> None:
-    """What the API server would refuse late, or accept although it cannot work.
+def _check(job: JobConfig, durable: dict[str, str], written: list[str]) -> None:
+    """Refuse what the API server would refuse late, or accept although it cannot work.
 
-    lasting: places of what must outlive a pod, by setting; written: what the manifests will show.
+    durable: URLs of what must outlive a pod, by setting; written: what the manifests will show.
     """
     if not job.image:
         raise UserError("image is empty. Build one with `docker build -t NAME .`, push it, and give image=NAME.")
@@ -133,22 +133,22 @@ def _check(job: JobConfig, lasting: dict[str, str], written: list[str]) -> None:
     if _bytes(job.shared_memory) >= _bytes(job.memory):
         raise UserError("shared_memory is a part of memory and must be smaller. Raise memory or lower shared_memory.")
     if job.task == "build" and job.kind != "job":
-        raise UserError(f"kind={job.kind} is for trainings; packing needs no group. Leave it out.")
-    lost = [key for key, url in lasting.items() if not _outside(url)]
+        raise UserError(f"kind={job.kind} is for trainings; building shards needs no group. Leave it out.")
+    lost = [key for key, url in durable.items() if not _is_remote(url)]
     if lost and not job.volume:
         raise UserError(
-            f"{' and '.join(lost)} would be on the disk of a pod, which is gone with the pod"
-            f"{' and not seen by the others' if job.nodes > 1 else ''}. Give {'URLs' if len(lost) > 1 else 'a URL'} outside "
+            f"{' and '.join(lost)} would be on the disk of a pod, which is deleted with the pod"
+            f"{' and not visible to the others' if job.nodes > 1 else ''}. Give {'URLs' if len(lost) > 1 else 'a URL'} outside "
             "(s3://bucket/..., http://mlflow:5000), or volume=CLAIM for everything."
         )
 
 
-def _outside(url: str) -> bool:
+def _is_remote(url: str) -> bool:
     return url.startswith("databricks") or ("://" in url and not url.startswith(("file://", "sqlite://")))
 
 
-def _places(job: JobConfig, run: training.Config) -> list[str]:
-    """Where in a pod things are written, if the training does not say; and no more than there is room for."""
+def _default_paths(job: JobConfig, run: training.Config) -> list[str]:
+    """Output and cache folders in a pod, if the training does not set them; the cache must fit its disk."""
     room = CACHED * _bytes(job.disk) / 1e9
     return [
         *([] if run.output else [f"output={WORK}/{job.name}"]),
@@ -163,7 +163,7 @@ def _bytes(size: str) -> float:
 
 
 def manifests(job: JobConfig, options: list[str], config_text: str) -> list[Manifest]:
-    """What to apply, in this order. `options`: of the training, without its config file, whose text is given."""
+    """The manifests, in the order to apply them. `options`: of the training, without its config file."""
     config = _config_map(job, config_text) if config_text else None
     container = _container(job, options, config is not None)
     pod = _pod(job, container, config["metadata"]["name"] if config else "")
@@ -171,23 +171,23 @@ def manifests(job: JobConfig, options: list[str], config_text: str) -> list[Mani
     return [*([config] if config else []), *documents]
 
 
-def _about(job: JobConfig, name: str = "") -> Manifest:
+def _metadata(job: JobConfig, name: str = "") -> Manifest:
     labels = {"app.kubernetes.io/name": "evenhand", "app.kubernetes.io/instance": job.name}
     return {"name": name or job.name, **({"namespace": job.namespace} if job.namespace else {}), "labels": labels}
 
 
-def _queued(job: JobConfig) -> Manifest:
+def _queue_metadata(job: JobConfig) -> Manifest:
     """Metadata of what Kueue starts."""
-    about = _about(job)
+    about = _metadata(job)
     if job.queue:
         about["labels"] = about["labels"] | {"kueue.x-k8s.io/queue-name": job.queue}
     return about
 
 
 def _config_map(job: JobConfig, text: str) -> Manifest:
-    """Named after its content: pods of a running job never see another file than those before them."""
+    """Named by its content: all pods of a job read the same file."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-    about = _about(job, f"{job.name}-{digest}")
+    about = _metadata(job, f"{job.name}-{digest}")
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -199,14 +199,14 @@ def _config_map(job: JobConfig, text: str) -> Manifest:
 
 def _command(job: JobConfig, options: list[str], with_config: bool) -> Manifest:
     """What runs in the container, and its environment."""
-    words = [_literal(word) for word in [*(["--config", CONFIG] if with_config else []), *options]]
+    words = [_escape(word) for word in [*(["--config", CONFIG] if with_config else []), *options]]
     if job.task == "build":
         # Not $(JOB_COMPLETION_INDEX): only variables that come earlier in the list are replaced in another's value.
         rank = {"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}}
         environment = [rank, {"name": "WORLD_SIZE", "value": str(job.nodes)}]
         return {"command": ["python3", "-m", "shards.build"], "args": words, "env": environment}
     group: list[str] = []
-    if job.kind != "trainjob":  # the Trainer tells torchrun by PET_ variables
+    if job.kind != "trainjob":  # the Trainer sets PET_ variables for torchrun
         first = f"{job.name}-0.{job.name}" if job.kind == "job" else f"{job.name}-node-0-0.{job.name}"
         group = [
             f"--nnodes={job.nodes}",
@@ -248,7 +248,7 @@ def _container(job: JobConfig, options: list[str], with_config: bool) -> Manifes
     }
 
 
-def _literal(word: str) -> str:
+def _escape(word: str) -> str:
     """Kubernetes replaces $(NAME) in arguments; $$ keeps it."""
     return word.replace("$(", "$$(")
 
@@ -271,13 +271,13 @@ def _pod(job: JobConfig, container: Manifest, config_map: str) -> Manifest:
         **({"priorityClassName": job.priority} if job.priority else {}),
         **({"nodeSelector": job.nodes_with} if job.nodes_with else {}),
         **({"tolerations": [{"key": key, "operator": "Exists"} for key in job.tolerate]} if job.tolerate else {}),
-        **({"affinity": _one_a_machine(job)} if job.nodes > 1 else {}),
+        **({"affinity": _one_per_machine(job)} if job.nodes > 1 else {}),
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": USER,
             "runAsGroup": USER,
             "fsGroup": USER,
-            "fsGroupChangePolicy": "OnRootMismatch",  # else a large volume is walked at every start
+            "fsGroupChangePolicy": "OnRootMismatch",  # otherwise every file of a large volume is visited at every start
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": [container],
@@ -285,7 +285,7 @@ def _pod(job: JobConfig, container: Manifest, config_map: str) -> Manifest:
     }
 
 
-def _one_a_machine(job: JobConfig) -> Manifest:
+def _one_per_machine(job: JobConfig) -> Manifest:
     apart = {
         "labelSelector": {"matchLabels": {"app.kubernetes.io/instance": job.name}},
         "topologyKey": "kubernetes.io/hostname",
@@ -298,15 +298,15 @@ def _one_a_machine(job: JobConfig) -> Manifest:
 
 
 def _template(job: JobConfig, pod: Manifest, **labels: str) -> Manifest:
-    return {"metadata": {"labels": _about(job)["labels"] | labels}, "spec": pod}
+    return {"metadata": {"labels": _metadata(job)["labels"] | labels}, "spec": pod}
 
 
 _REFUSED = {"containerName": CONTAINER, "operator": "In", "values": [EXIT_CODES["refused"]]}
 _DISRUPTED = [{"type": "DisruptionTarget", "status": "True"}]
 
 
-def _indexed(job: JobConfig, pod: Manifest, backoff: int, disrupted: str, **labels: str) -> Manifest:
-    """A Job whose pods know their number. A refusal is final; `disrupted`: what a pod that was taken away means."""
+def _indexed_job(job: JobConfig, pod: Manifest, backoff: int, disrupted: str, **labels: str) -> Manifest:
+    """A Job whose pods have an index. A refusal is final; `disrupted`: the action when a pod is evicted."""
     return {
         "completionMode": "Indexed",
         "completions": job.nodes,
@@ -323,22 +323,27 @@ def _indexed(job: JobConfig, pod: Manifest, backoff: int, disrupted: str, **labe
     }
 
 
-def _ending(job: JobConfig) -> Manifest:
+def _time_limits(job: JobConfig) -> Manifest:
     out: Manifest = {"activeDeadlineSeconds": 3600 * job.hours} if job.hours else {}
     return out | ({"ttlSecondsAfterFinished": 86400 * job.keep_days} if job.keep_days else {})
 
 
 def _job(job: JobConfig, pod: Manifest) -> list[Manifest]:
     group = job.task == "train"  # the pods of a training must find each other
-    # When one pod dies the others end too and are counted: a failure of the group costs as many as it has pods.
-    spec = _indexed(job, ({"subdomain": job.name} if group else {}) | pod, job.restarts * job.nodes, "Ignore")
-    document = {"apiVersion": "batch/v1", "kind": "Job", "metadata": _queued(job), "spec": _ending(job) | spec}
+    # When one pod fails the others end too, and each is counted: one failure of the group counts once per pod.
+    spec = _indexed_job(job, ({"subdomain": job.name} if group else {}) | pod, job.restarts * job.nodes, "Ignore")
+    document = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": _queue_metadata(job),
+        "spec": _time_limits(job) | spec,
+    }
     if not group:
         return [document]
     service = {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": _about(job),
+        "metadata": _metadata(job),
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,  # pods look for the first while it is starting
@@ -350,18 +355,20 @@ def _job(job: JobConfig, pod: Manifest) -> list[Manifest]:
 
 
 def _jobset(job: JobConfig, pod: Manifest) -> list[Manifest]:
-    spec = _indexed(job, pod, 0, "FailJob") | ({"activeDeadlineSeconds": 3600 * job.hours} if job.hours else {})
+    spec = _indexed_job(job, pod, 0, "FailJob") | ({"activeDeadlineSeconds": 3600 * job.hours} if job.hours else {})
     body = {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": job.name},
         "failurePolicy": _group_restarts(job),
         **({"ttlSecondsAfterFinished": 86400 * job.keep_days} if job.keep_days else {}),
         "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": spec}}],
     }
-    return [{"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": _queued(job), "spec": body}]
+    return [
+        {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": _queue_metadata(job), "spec": body}
+    ]
 
 
 def _group_restarts(job: JobConfig) -> Manifest:
-    """JobSet's rules: a refusal is final, a pod that was taken away costs nothing, any other failure is counted once."""
+    """JobSet's rules: a refusal is final, an evicted pod is not counted, any other failure is counted once."""
     return {
         "maxRestarts": job.restarts,
         "rules": [
@@ -381,14 +388,14 @@ def _group_restarts(job: JobConfig) -> Manifest:
 
 
 def _trainjob(job: JobConfig, pod: Manifest) -> list[Manifest]:
-    """Pod details belong to a runtime of our own; the TrainJob says how many and how large."""
+    """Pod details are in a TrainingRuntime of our own; the TrainJob sets number and size of the pods."""
     api = "trainer.kubeflow.org/v1alpha1"
     container = pod["containers"][0]
     shape = {
         key: value for key, value in container.items() if key not in ("image", "command", "args", "resources", "env")
     }
     labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-    inner = _indexed(job, pod | {"containers": [shape | {"image": job.image}]}, 0, "FailJob")
+    inner = _indexed_job(job, pod | {"containers": [shape | {"image": job.image}]}, 0, "FailJob")
     del inner["completions"], inner["parallelism"]  # the Trainer's
     template = {"metadata": {"labels": labels}, "spec": inner}
     replicated = [{"name": "node", "replicas": 1, "template": template}]
@@ -396,7 +403,7 @@ def _trainjob(job: JobConfig, pod: Manifest) -> list[Manifest]:
     runtime = {
         "apiVersion": api,
         "kind": "TrainingRuntime",
-        "metadata": _about(job) | {"labels": _about(job)["labels"] | {"trainer.kubeflow.org/framework": "torch"}},
+        "metadata": _metadata(job) | {"labels": _metadata(job)["labels"] | {"trainer.kubeflow.org/framework": "torch"}},
         "spec": {"mlPolicy": {"numNodes": job.nodes, "torch": {}}, "template": {"spec": jobset}},
     }
     trainer = {
@@ -414,7 +421,7 @@ def _trainjob(job: JobConfig, pod: Manifest) -> list[Manifest]:
         "trainer": trainer,
         **({"activeDeadlineSeconds": 3600 * job.hours} if job.hours else {}),
     }
-    return [runtime, {"apiVersion": api, "kind": "TrainJob", "metadata": _queued(job), "spec": body}]
+    return [runtime, {"apiVersion": api, "kind": "TrainJob", "metadata": _queue_metadata(job), "spec": body}]
 
 
 def start() -> None:

@@ -29,7 +29,8 @@ from pydantic import BeforeValidator, Field, PositiveInt
 
 from pipeline import config as configuration
 from pipeline.config import Config, TrackingConfig
-from pipeline.tracking.tracker import JOURNAL, NullTracker, Status, journal, start_tracker
+from pipeline.tracking import journal
+from pipeline.tracking.tracker import JOURNAL, NullTracker, Status, start_tracker
 from shards.base import cli
 from shards.base.errors import UserError
 from shards.base.redact import redact

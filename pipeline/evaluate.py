@@ -108,21 +108,24 @@ def _open(config: EvaluateConfig, world: World) -> tuple[OpenedRun, dict[str, Sp
     return opened, {name: opened.split(name, url) for name in names}
 
 
+def _open_together(config: EvaluateConfig, world: World) -> tuple[OpenedRun, dict[str, Split]]:
+    """`_open` on every rank; an error of one rank is raised on all of them."""
+    try:
+        opened = _open(config, world)
+    except UserError as error:
+        raise_everywhere(world, error)
+        raise
+    raise_everywhere(world, None)
+    return opened
+
+
 def main(argv: list[str]) -> int:
     config = COMMAND.load(argv)
     from pipeline.distributed import world as ranks
 
     world = ranks.init_distributed()
     try:
-        error: UserError | None = None
-        opened: OpenedRun | None = None
-        splits: dict[str, Split] = {}
-        try:
-            opened, splits = _open(config, world)
-        except UserError as own:
-            error = own
-        raise_everywhere(world, error)
-        assert opened is not None
+        opened, splits = _open_together(config, world)
         results = {name: evaluate_split(opened, split, world) for name, split in splits.items()}
     except UserError as shared:
         if world.is_main:

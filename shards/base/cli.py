@@ -20,6 +20,7 @@ from typing import Any, Generic, Literal, NamedTuple, NoReturn, get_args, get_or
 from pydantic.fields import FieldInfo
 
 from shards.base.errors import EXIT_USER_ERROR, UserError
+from shards.base.redact import redact
 from shards.base.settings import (
     S,
     Settings,
@@ -130,7 +131,7 @@ class Command(Generic[S]):
                     raise UserError("--config needs a file: --config configs/digits.yaml")
                 file_tree = merge(file_tree, read_yaml(find_config(path, self.configs)))
             elif word.startswith("-") and word != "-":
-                raise UserError(self._explain_option(word, argv[following:]))
+                raise UserError(redact(self._explain_option(word, argv[following:])))
             elif self._is_setting(word):
                 overrides = merge(overrides, self._read_setting(word))
             else:
@@ -171,7 +172,7 @@ class Command(Generic[S]):
                 many = _is_many(self.schema.model_fields[key])
                 tree[key], plain = (plain, []) if many else (plain[0], plain[1:])
         if plain:
-            raise UserError(f"'{plain[0]}' is one word too many. Write: {self._usage()} [key=value ...]")
+            raise UserError(f"'{redact(plain[0])}' is one word too many. Write: {self._usage()} [key=value ...]")
         return tree
 
     def _explain_option(self, word: str, rest: list[str]) -> str:

@@ -89,7 +89,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
         ("refuse", ["--max-restarts=3"], 2, "refused: rank 0: the shards have 10 classes"),
         ("one refuses", ["--max-restarts=3"], 2, "refused: rank 1: the shards have 10 classes"),
         ("deadline", ["--max-restarts=3"], 75, "stopped: rank 0: the deadline"),
-        ("die", [], 1, "failed: a rank ended without saying why"),
+        ("die", [], 1, "failed: a rank ended without recording why"),
         ("recover", ["--max-restarts=1"], 0, ""),
     ],
 )

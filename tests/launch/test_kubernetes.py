@@ -195,7 +195,7 @@ def test_what_the_training_says_of_places_stands(tmp_path: Path) -> None:
         (["image=i", "memory=8Gi"], OUTSIDE, "shared_memory is a part of memory"),
         (["image=i"], [*OUTSIDE, "train.epoch=3"], "There is no setting 'train.epoch'. Did you mean 'train.epochs'"),
         (["image=i"], ["shards.url=s3://b/c"], "checkpoint.url and tracking.uri would be on the disk of a pod"),
-        (["image=i", "nodes=2"], OUTSIDE[1:], "shards.url would be on the disk of a pod.*not seen by the others"),
+        (["image=i", "nodes=2"], OUTSIDE[1:], "shards.url would be on the disk of a pod.*not visible to the others"),
         (
             ["image=i"],
             [*OUTSIDE[:2], "tracking.uri=http://me:word@mlflow:5000"],

@@ -149,6 +149,8 @@ def test_every_command_answers_help_without_torch(module: str) -> None:
         ("pipeline.audit", ["run", "--per-class", "3"], "--per-class 3 is written per_class=3 here."),
         ("pipeline.predict", ["run", "a.png", "--jsonl"], "--jsonl is written jsonl=true here."),
         ("pipeline.report", ["--uri", "http://x"], "--uri http://x is written uri=http://x here."),
+        ("pipeline.report", ["--uri", "http://u:pw@x"], "--uri http://***@x is written uri=http://***@x here."),
+        ("pipeline.audit", ["run", "http://u:pw@x"], "'http://***@x' is one word too many."),
         ("pipeline.audit", ["run", "--treshold", "1"], "There is no option --treshold. Did you mean threshold=...?"),
         ("launch.sweep", ["--vary", "seed=0,1", "out=x"], "--vary seed=0,1 is written vary.seed=0,1 here."),
     ],
