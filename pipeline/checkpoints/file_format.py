@@ -236,7 +236,7 @@ def read_manifest(store: Store, name: str) -> Tree:
     if size > MAX_MANIFEST_BYTES:
         raise Damaged(f"{MANIFEST} has {size} bytes, more than any manifest")
     try:
-        manifest = json.loads(store.read(path, MAX_MANIFEST_BYTES) or b"")
+        manifest: Tree = json.loads(store.read(path, MAX_MANIFEST_BYTES) or b"")
         version, files = manifest["format"], dict(manifest["files"])
     except (ValueError, LookupError, TypeError, RecursionError):
         raise Damaged(f"{MANIFEST} is not readable") from None

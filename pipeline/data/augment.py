@@ -110,8 +110,8 @@ def affine(pictures: Tensor, matrix: Tensor) -> Tensor:
 
 def _grey(pictures: Tensor) -> Tensor:
     """(n, 1, S, S) int32 luma, in Pillow's fixed-point arithmetic."""
-    red, green, blue = pictures.int().split(1, 1)
-    return (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
+    red, green, blue = pictures.int().unbind(1)
+    return ((red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16)[:, None]
 
 
 def _blend(plain: Tensor, pictures: Tensor, factor: Tensor) -> Tensor:

@@ -201,7 +201,7 @@ def _sizes(path: str, reader: Any, fields: np.ndarray) -> np.ndarray:
 
     table = np.sort(reader.alloc_table, order="ptr")
     place = np.searchsorted(table["ptr"], fields["data_ptr"]).clip(0, max(0, len(table) - 1))
-    sizes = table["size"][place].astype(np.int64)
+    sizes: np.ndarray = table["size"][place].astype(np.int64)
     pixels = fields["height"].astype(np.int64) * fields["width"] * 3
     raw = fields["mode"] == IMAGE_MODES["raw"]
     if (table["ptr"][place] != fields["data_ptr"]).any() or (sizes[raw] != pixels[raw]).any():
@@ -216,7 +216,7 @@ def _whole_pictures(longest: int) -> Any:
     from ffcv.pipeline.allocation_query import AllocationQuery
     from ffcv.pipeline.compiler import Compiler
 
-    class WholePictures(SimpleRGBImageDecoder):
+    class WholePictures(SimpleRGBImageDecoder):  # type: ignore[misc]
         def declare_state_and_memory(self, previous_state: Any) -> Any:
             kind = np.dtype("<u1")
             state = replace(previous_state, jit_mode=True, shape=(longest,), dtype=kind)

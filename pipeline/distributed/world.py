@@ -71,7 +71,7 @@ class World:
         if value.shape[0] < most:
             padded = torch.cat([value, value.new_zeros(most - value.shape[0], *value.shape[1:])])
         padded = padded if grad else padded.detach()
-        stacked: Tensor = _Gather.apply(padded.contiguous(), self)  # (R, most, ...)
+        stacked: Tensor = _Gather.apply(padded.contiguous(), self)  # type: ignore[no-untyped-call]  # (R, most, ...)
         return torch.cat([part[:n] for part, n in zip(stacked, rows)])
 
     def broadcast_object(self, value: T | None) -> T:
@@ -79,7 +79,8 @@ class World:
         box: list[Any] = [value]
         if self.size > 1:
             dist.broadcast_object_list(box, src=0)
-        return box[0]
+        shared: T = box[0]
+        return shared
 
     def all_gather_object(self, value: T) -> list[T]:
         """One object of every rank, on every rank."""
@@ -105,7 +106,7 @@ class _Gather(torch.autograd.Function):
     """Tensors of all ranks, stacked. The gradient of a rank's tensor is summed over all ranks that used it."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, world: World) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, value: Tensor, world: World) -> Tensor:
         ctx.rank = world.rank
         parts = [torch.empty_like(value) for _ in range(world.size)]
         dist.all_gather(parts, value)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 
 from pipeline.config import Config
 from pipeline.data.batch import Batch
@@ -302,7 +303,8 @@ class LossScale:
 
 
 def _shape(parameter: Any) -> torch.Size:
-    return getattr(parameter, "ds_shape", parameter.shape)
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
 
 
 def _import(world: World) -> Any:
@@ -322,7 +324,7 @@ def _import(world: World) -> Any:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not dist.is_initialized():  # a single rank: a group of its own
         backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
     deepspeed.init_distributed(dist_init_required=None, auto_mpi_discovery=False, verbose=False)
     return deepspeed
 
