@@ -314,7 +314,7 @@ def test_shards_on_the_web_are_read_verified_and_looked_at(
         url = f"http://127.0.0.1:{server.server_address[1]}"
         assert _digest(open_split(url, cache=cache)) == _digest(open_split(local))
         reported: list[str] = []
-        assert verify.verify(verify.VerifyConfig(url=url, cache=cache), reported.append) == 0, told
+        assert verify.verify(verify.VerifyConfig(url=url, cache=cache), reported.append) == 0, reported
         assert open_split(url, cache=cache).read_one(9) == bytes(open_split(local).read(9))
         with pytest.raises(UserError, match="no finished shards at http://"):
             open_split(f"{url}/nowhere")
