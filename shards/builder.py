@@ -155,9 +155,8 @@ class Build:
 
     def _tasks(self, plans: dict[str, Plan]) -> Iterator[tuple[str, int, int, int, str]]:
         """(split, number, first index, end, digest) of every shard."""
-        salt = json.dumps(
-            [self.config.content(), JSON_FIELDS], sort_keys=True
-        )  # shards in another spelling are not kept
+        # With the field names: a shard with other names in its JSON is written again.
+        salt = json.dumps([self.config.content(), JSON_FIELDS], sort_keys=True)
         for split, plan in plans.items():
             size = self.sizes[split]
             for number, start in enumerate(range(0, len(plan), size)):

@@ -6,14 +6,16 @@ import json
 import shutil
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
+from shards_help import Build, fill
 
 from shards import build as building
-from shards import inspect, verify
+from shards import builder, inspect, verify
+from shards import write as writing
 from shards.reader import open_split, read_manifest
-from shards.write import JSON_FIELDS
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "shards_0.1"
 OPTIONS = ["source=list", "path=list.csv", "output=shards"]
@@ -62,22 +64,30 @@ def test_the_command_that_built_them_finds_them_finished(old: Path, record: bool
     assert read_manifest(str(old)).hash == before
 
 
-def test_an_unfinished_build_of_version_0_1_ends_in_one_spelling(old: Path, tmp_path: Path) -> None:
-    """Its finished shards are not kept, even if the options are the same."""
-    (tmp_path / "pictures").mkdir()
-    rows = ["path,label,true_label,split"]
-    for name in ("train", "test"):
-        split = open_split(str(GOLDEN), name)
-        for index, key in enumerate(split.keys()):
-            (tmp_path / key).write_bytes(split.read(index))
-            truth = split.classes[split.true[index]] if split.true[index] >= 0 else ""
-            rows.append(f"{key},{split.classes[split.given[index]]},{truth},{name}")
-    (tmp_path / "list.csv").write_text("\n".join(rows) + "\n")
-    (old / "manifest.json").unlink()
-    assert building.main([*OPTIONS, "label_column=label", "true_column=true_label"]) == 0
-    for file in old.glob("*.tar"):
+def test_shards_that_an_unfinished_build_wrote_in_the_old_spelling_are_written_again(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"source": "folder", "path": str(fill(tmp_path / "in", {"ant": 5, "bee": 4}))}
+
+    def old_json(*arguments: Any) -> bytes:
+        return new_json(*arguments).replace(b'"given"', b'"label"').replace(b'"true"', b'"true_label"')
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    new_json = writing._sample_json
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "_sample_json", old_json)
+        patch.setattr(builder, "JSON_FIELDS", ("index", "label", "class", "true_label", "flipped", "key"))
+        patch.setattr(builder.Build, "_finish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            build(**options)
+    assert b'"label"' in (tmp_path / "out" / "train-000000.tar").read_bytes()
+    assert list((tmp_path / "out" / ".build").glob("*.part"))
+    url = Path(build(**options))
+    for file in url.glob("*.tar"):
         with tarfile.open(file) as tar:
             for member in tar.getmembers():
                 if member.name.endswith(".json"):
-                    assert tuple(json.load(tar.extractfile(member))) == JSON_FIELDS
-    assert problems_of(old) == []
+                    assert tuple(json.load(tar.extractfile(member))) == writing.JSON_FIELDS
+    assert problems_of(url) == []
