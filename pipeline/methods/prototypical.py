@@ -19,6 +19,7 @@ from pipeline.methods.base import Beliefs, Stage
 from pipeline.methods.options import PrototypicalOptions
 from pipeline.methods.parts import cleaning
 from pipeline.methods.parts.losses import cross_entropy, given_confidence, instance_contrastive, prototype_logits
+from pipeline.methods.parts.nearest_neighbors import nearest_neighbors
 from pipeline.methods.parts.prototypes import class_prototypes
 from pipeline.methods.parts.survey import Survey
 from pipeline.methods.prototype_method import VIEWS, PrototypeMethod
@@ -122,9 +123,9 @@ class Prototypical(PrototypeMethod[PrototypicalOptions]):
         self.refined.copy_(survey.everywhere(part.label.int()))  # gloo cannot send int16
         self.clean.copy_(survey.everywhere(part.clean.to(torch.uint8)).bool())
         if self.options.neighbour_rule and self.options.relabel_weight != "one":
-            everybody = survey.everywhere(survey["z"])
-            nearest = cleaning.nearest_other(survey["z"], survey.index, everybody, self.options.neighbour_block)
-            differs = self.refined[nearest] != self.refined[survey.index]
+            everybody, block = survey.everywhere(survey["z"]), self.options.neighbour_block
+            _, nearest = nearest_neighbors(survey["z"], everybody, 1, survey.index, block, 8 * block)
+            differs = self.refined[nearest[:, 0]] != self.refined[survey.index]
             part.weight = torch.where(differs, part.weight / 2, part.weight)
         self.weight.copy_(survey.everywhere(part.weight))
         self.flagged += (~self.clean & (self.flagged < 255)).to(torch.uint8)

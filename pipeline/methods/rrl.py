@@ -17,6 +17,7 @@ from pipeline.distributed.world import World
 from pipeline.methods.base import Beliefs, Stage
 from pipeline.methods.options import RRLOptions
 from pipeline.methods.parts.losses import cross_entropy, instance_contrastive
+from pipeline.methods.parts.nearest_neighbors import nearest_neighbors
 from pipeline.methods.parts.prototypes import class_prototypes
 from pipeline.methods.parts.survey import Survey
 from pipeline.methods.prototype_method import VIEWS, PrototypeMethod
@@ -190,9 +191,7 @@ def knn_label_distribution(
     out = soft_NK.new_zeros(len(z_nD), soft_NK.shape[1])
     for start in range(0, len(z_nD) if k else 0, block):
         rows = slice(start, start + block)
-        cosine = z_nD[rows] @ bank_ND.T
-        if own_n is not None:
-            cosine.scatter_(1, own_n[rows, None], -torch.inf)
-        near, place = cosine.topk(k, 1)
-        out[rows] = ((near / temperature).softmax(1)[:, :, None] * soft_NK[place]).sum(1)
+        own = None if own_n is None else own_n[rows]
+        cosine, neighbor = nearest_neighbors(z_nD[rows], bank_ND, k, own, block)
+        out[rows] = ((cosine / temperature).softmax(1)[:, :, None] * soft_NK[neighbor]).sum(1)
     return out

@@ -32,7 +32,9 @@ def test_the_guide_leads_to_a_method_that_trains(tmp_path, digits) -> None:
     source = options.read_text()
     block = texts.pop("pipeline/methods/options.py")
     source = re.sub(r"(?m)^MethodOptions = ", lambda _: f"{block}\n\nMethodOptions = ", source)
-    options.write_text(re.sub(r"(MethodOptions = Annotated\[\s*CrossEntropyOptions)", r"\1 | LabelSmoothingOptions", source))
+    options.write_text(
+        re.sub(r"(MethodOptions = Annotated\[\s*CrossEntropyOptions)", r"\1 | LabelSmoothingOptions", source)
+    )
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
     words = ["method.name=label_smoothing", "method.doubt=0.2", "train.epochs=1", "data.batch=128", "tracking.uri="]

@@ -80,23 +80,3 @@ def refine_all(
         for z, given in zip(z_ND.split(BLOCK), given_N.split(BLOCK))
     ]
     return Cleaned(*(torch.cat([getattr(b, f.name) for b in blocks]) for f in fields(Cleaned)))
-
-
-def nearest_other(z_nD: Tensor, index_n: Tensor, z_ND: Tensor, block: int = 1024) -> Tensor:
-    """(n,) index of the most similar OTHER sample of all N, exactly, in blocks: memory is block x 8*block numbers."""
-    out = torch.empty_like(index_n)
-    for start in range(0, len(z_nD), block):
-        rows = slice(start, start + block)
-        best = torch.full((len(index_n[rows]),), -torch.inf, device=z_ND.device)
-        nearest = torch.zeros_like(index_n[rows])
-        for first in range(0, len(z_ND), 8 * block):
-            similarity = z_nD[rows] @ z_ND[first : first + 8 * block].T  # (block, 8*block)
-            own = index_n[rows] - first
-            here = (own >= 0) & (own < similarity.shape[1])
-            similarity[here.nonzero()[:, 0], own[here]] = -torch.inf
-            value, place = similarity.max(1)
-            better = value > best
-            best = torch.where(better, value, best)
-            nearest = torch.where(better, place + first, nearest)
-        out[rows] = nearest
-    return out
