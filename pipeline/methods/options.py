@@ -180,7 +180,7 @@ class RoLTOptions(DivideMixOptions):
 
     code: ClassVar[str] = "rolt:RoLT"
     name: Literal["rolt"] = "rolt"  # type: ignore[assignment]
-    loss_epochs: Literal[1] = Field(1, description="no losses are averaged here")  # type: ignore[assignment]
+    loss_epochs: Literal[1] = Field(1, description="no losses are averaged here")
     reweight_start: Fraction = Field(1.0, description="part of the training after which classes are weighted by effective number; 1 = never")
     beta: Fraction = Field(0.9999, description="of the effective number of samples (1 - beta^n) / (1 - beta)")
 
@@ -239,10 +239,12 @@ MethodOptions = Annotated[CrossEntropyOptions | PrototypicalOptions | LDAMOption
 
 
 def options_of(name: str) -> type[Settings]:
-    return next(o for o in get_args(get_args(MethodOptions)[0]) if o.model_fields["name"].default == name)
+    every: tuple[type[Settings], ...] = get_args(get_args(MethodOptions)[0])
+    return next(options for options in every if options.model_fields["name"].default == name)
 
 
 def load_method(name: str) -> type[Method]:
     """The class that implements a method; this is where torch comes in."""
     module, _, cls = options_of(name).code.partition(":")  # type: ignore[attr-defined]
-    return getattr(import_module(f"pipeline.methods.{module}"), cls)
+    method: type[Method] = getattr(import_module(f"pipeline.methods.{module}"), cls)
+    return method

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.methods.options import PrototypicalOptions
-from pipeline.methods.parts.cleaning import refine, threshold_at, transferred
+from pipeline.methods.parts.cleaning import refine, threshold_at, transfer_schedule
 
 
 def at(epoch: int, epochs: int = 200, classes: int = 10, **options) -> float:
@@ -42,7 +42,7 @@ def test_fixed_threshold_never_moves() -> None:
 
 @given(st.integers(2, 2000), st.integers(1, 300))
 def test_transferred_threshold_goes_from_chance_to_the_end_cosine(classes, epochs) -> None:
-    start, growth = transferred(classes, epochs, 0.3, 0.33)
+    start, growth = transfer_schedule(classes, epochs, 0.3, 0.33)
     assert start == 1 / classes
     end = start * growth**epochs
     cosine = 0.3 * math.log(end * (classes - 1) / (1 - end))  # the cosine that scores `end` with all others at 0
