@@ -22,11 +22,13 @@ from torch.nn.functional import normalize
 
 from pipeline.distributed.world import World
 from pipeline.methods.options import PrototypicalOptions
-from pipeline.methods.parts.cleaning import nearest_other, refine_all
+from pipeline.methods.parts.cleaning import refine_all
+from pipeline.methods.parts.nearest_neighbors import nearest_neighbors
 from pipeline.methods.parts.prototypes import class_prototypes
 
 K, D = 50, 50
 OPTIONS = PrototypicalOptions(relabel_weight="half")
+BLOCK = OPTIONS.neighbour_block
 
 
 def embeddings(n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,11 +49,11 @@ def neighbour_memory(n: int) -> dict[str, float]:
     """In a process of its own: peak memory with embeddings alone, then with cleaning and the neighbour rule."""
     z, given = embeddings(n)
     clean(z[:2000], given[:2000])
-    nearest_other(z[:2000], torch.arange(2000), z[:2000])
+    nearest_neighbors(z[:2000], z[:2000], 1, torch.arange(2000), BLOCK, 8 * BLOCK)
     before = peak_mb()
     start = time.perf_counter()
     label = clean(z, given)
-    nearest = nearest_other(z, torch.arange(n), z)
+    nearest = nearest_neighbors(z, z, 1, torch.arange(n), BLOCK, 8 * BLOCK)[1][:, 0]
     (label[nearest] != label).sum()
     return {"extra_mb": peak_mb() - before, "seconds": time.perf_counter() - start}
 

@@ -17,8 +17,7 @@ from pipeline.distributed.step_sync import StopSource
 from pipeline.distributed.world import World
 from pipeline.engines import make_engine
 from pipeline.engines.engine import Engine
-from pipeline.methods.base import Method, Stage
-from pipeline.methods.options import load_method
+from pipeline.methods.base import Method, Stage, load_method
 from pipeline.tracking.tracker import NullTracker
 from pipeline.training.trainer import Trainer, TrainingData
 from shards.base.settings import merge

@@ -21,8 +21,7 @@ from pipeline.data.batch import Batch, TrainingSet
 from pipeline.data.loader import Loader
 from pipeline.distributed.world import World
 from pipeline.engines import make_engine
-from pipeline.methods.base import Method
-from pipeline.methods.options import load_method
+from pipeline.methods.base import Method, load_method
 from pipeline.methods.parts.survey import Survey
 from pipeline.tracking.tracker import NullTracker
 from pipeline.training.trainer import Trainer, TrainingData

@@ -28,8 +28,7 @@ from pipeline.data.batch import TrainingSet
 from pipeline.data.crops import Views, center_crop
 from pipeline.data.decode import DecodeError, decode
 from pipeline.distributed.world import World
-from pipeline.methods.base import Method
-from pipeline.methods.options import load_method
+from pipeline.methods.base import Method, load_method
 from pipeline.models.precision import autocast_for
 from shards.base.errors import UserError
 from shards.base.redact import redact_all

@@ -1,8 +1,8 @@
 """Area under the margin (Pleiss et al., NeurIPS 2020): leave out samples that behave like mislabelled ones.
 
-Two short runs measure how far, on average over the epochs, each sample's own logit lies above all others. In
-each run a few samples are moved to a class that does not exist; whoever does no better than these is left
-out of the training proper.
+Two short runs measure the margin of each sample, the logit of its label minus the largest other one, averaged over
+epochs. In each run a few samples (the fakes) get an extra class as label. Samples whose margin is no better than
+that of the fakes are left out of the main training.
 B rows on this rank, K classes, N training samples.
 """
 
@@ -25,11 +25,11 @@ from pipeline.models.network import Network
 from pipeline.models.precision import full_precision
 
 RUNS, RETRAINING = 2, 2  # stages 0 and 1 measure, stage 2 trains
-_FAKES = 0xA0A0  # keeps this draw apart from other uses of the seed
+_FAKES = 0xA0A0  # purpose of random numbers
 
 
 def fake_sets(data: TrainingSet) -> Tensor:
-    """(N, RUNS) bool: N/(K+1) samples per run, at least one where there are enough, none in both runs."""
+    """(N, RUNS) bool: N/(K+1) fakes per run, at least one if N allows it; no sample is a fake in both runs."""
     size = min(max(1, len(data) // (data.classes + 1)), len(data) // RUNS)
     chosen = torch.from_numpy(keyed_generator(data.seed, _FAKES).permutation(len(data))[: RUNS * size].copy())
     fake = torch.zeros(len(data), RUNS, dtype=torch.bool)
@@ -47,11 +47,11 @@ def margins(logits_BK: Tensor, label_B: Tensor) -> Tensor:
 def select_clean(margin_NR: Tensor, fake_NR: Tensor, given_N: Tensor, percentile: float) -> tuple[Tensor, Tensor]:
     """(N,) bool: samples to train on, and (R,) the thresholds.
 
-    A sample goes if it lies below the threshold in every run that did not use it as a fake. A class that
-    would lose all its samples keeps them.
+    A sample is left out if its margin is below the threshold in every run in which it is no fake. A class that would lose
+    all its samples keeps them.
     """
-    rows = [margin_NR[fake_NR[:, r], r].double() for r in range(margin_NR.shape[1])]
-    threshold_R = torch.stack([row.quantile(percentile) if len(row) else row.new_tensor(-torch.inf) for row in rows])
+    fakes = [margin_NR[fake_NR[:, r], r].double() for r in range(margin_NR.shape[1])]
+    threshold_R = torch.stack([run.quantile(percentile) if len(run) else run.new_tensor(-torch.inf) for run in fakes])
     low = (margin_NR < threshold_R) | fake_NR
     keep = ~low.all(1) | fake_NR.all(1)
     left = torch.zeros(int(given_N.max()) + 1, device=given_N.device).index_add_(0, given_N, keep.float())
@@ -64,7 +64,7 @@ class AUM(OneNetwork[AUMOptions]):
     fake: Tensor  # (N,R) bool
     clean: Tensor  # (N,) bool
     threshold: Tensor  # (R,)
-    decided: Tensor  # bool: whether the retrained network is in charge, with `clean` settled
+    decided: Tensor  # bool: whether `clean` is final and the retrained network is evaluated
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__(config, data, world)
@@ -76,10 +76,10 @@ class AUM(OneNetwork[AUMOptions]):
         self.register_buffer("threshold", torch.zeros(RUNS, dtype=torch.float64))
         self.register_buffer("decided", torch.zeros((), dtype=torch.bool))
 
-    # -- the plan ---------------------------------------------------------------------------------------
+    # -- stages and passes ------------------------------------------------------------------------------
 
     def stages(self) -> list[Stage]:
-        """The runs keep the initial rate: margins count while wrong labels are not memorised."""
+        """The runs keep the initial learning rate: margins are measured before wrong labels are memorised."""
         epochs = self.config.train.epochs
         length = max(1, round(self.options.probe_part * epochs))
         runs = [
@@ -115,7 +115,7 @@ class AUM(OneNetwork[AUMOptions]):
         if self.stage == RETRAINING:
             super().after_step()
 
-    # -- how it is trained ------------------------------------------------------------------------------
+    # -- training ---------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         if self.stage == RETRAINING:

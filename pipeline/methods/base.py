@@ -1,12 +1,13 @@
 """The contract between the trainer and a method. The trainer knows no method by name.
 
-An epoch is  survey (if wanted) -> begin_epoch -> passes -> evaluate.  Everything a method believes lives in buffers or
-parameters, so that a checkpoint of the module is a checkpoint of the method.
+An epoch is  survey (if wanted) -> begin_epoch -> passes -> evaluate.  Everything a method needs to go on lies in its
+buffers and parameters, so a checkpoint of the module is a checkpoint of the method.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Generic, cast
 
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from typing_extensions import TypeVar
 from pipeline.config import Config, OptimConfig
 from pipeline.data.batch import Batch, Pass, TrainingSet
 from pipeline.distributed.world import World
+from pipeline.methods.options import options_of
 from pipeline.methods.parts.survey import Survey
 from pipeline.models.network import Average, Network, unit
 from shards.base.settings import Settings
@@ -25,16 +27,16 @@ Options = TypeVar("Options", bound=Settings, default=Settings, covariant=True)
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the training with one optimiser and one course of the learning rate."""
+    """A part of the training with one optimiser and one learning-rate schedule."""
 
     name: str
-    epochs: int = 0  # length: whole epochs,
-    steps: int = 0  # or steps of one pass (no survey, no evaluation)
-    optim: OptimConfig | None = None  # None: the run's own
+    epochs: int = 0  # length in epochs,
+    steps: int = 0  # or in steps of one pass (no survey, no evaluation)
+    optim: OptimConfig | None = None  # None: that of the run
     constant_lr: bool = False
     fresh_optimizer: bool = True
-    trainable: tuple[str, ...] = ("",)  # prefixes of the parameter names that learn
-    evaluated: bool = True  # False: a preparation; its epochs are not evaluated, so none of them can be the best
+    trainable: tuple[str, ...] = ("",)  # prefixes of the names of the parameters to train
+    evaluated: bool = True  # False: its epochs are not evaluated, so none of them can be the best
 
 
 @dataclass
@@ -44,10 +46,10 @@ class Beliefs:
     weight: Tensor | None = None  # (N,) float
     label: Tensor | None = None  # (N,) refined label
     clean: Tensor | None = None  # (N,) bool
-    score: Tensor | None = None  # (N,) float, confidence in the given label by the head that counts
-    other_scores: dict[str, Tensor] = field(default_factory=dict)  # the same by other heads
-    basis: tuple[Tensor, Tensor] | None = None  # (N,) labels and (N,) weights that class centres rest on
-    extra: dict[str, float] = field(default_factory=dict)  # scalars worth a curve, e.g. the threshold
+    score: Tensor | None = None  # (N,) float, confidence in the given label by the first head of `scores`
+    other_scores: dict[str, Tensor] = field(default_factory=dict)  # the same by the other heads
+    basis: tuple[Tensor, Tensor] | None = None  # (N,) labels and (N,) weights from which class centres were made
+    extra: dict[str, float] = field(default_factory=dict)  # scalars to log, e.g. the threshold
 
 
 class Method(nn.Module, Generic[Options]):
@@ -60,68 +62,68 @@ class Method(nn.Module, Generic[Options]):
         self.stage = 0
         self.epoch = 0
 
-    # -- the plan --------------------------------------------------------------------------------------------------
+    # -- stages and passes -----------------------------------------------------------------------------------------
 
     def stages(self) -> list[Stage]:
         return [Stage("train", epochs=self.config.train.epochs)]
 
     def set_epoch(self, stage: int, epoch: int) -> None:
-        """Called before every epoch, also when resuming inside one; must only set what (stage, epoch) determine."""
+        """Called before every epoch, also when a run resumes inside one. It may only set what (stage, epoch) determine."""
         self.stage, self.epoch = stage, epoch
 
     def surveys_before_epoch(self) -> bool:
-        """Whether the epoch just entered starts with a survey."""
+        """Whether this epoch starts with a survey."""
         return False
 
     def surveys_after_epoch(self) -> bool:
-        """Whether evaluation wants a survey of the network as it is now; it then serves the next epoch's start too."""
+        """Whether a survey is taken before evaluation; the next epoch then starts with the same survey."""
         return False
 
     def begin_epoch(self, survey: Survey | None) -> None:
         """Update beliefs. Called once per epoch on all ranks; not called again when resuming inside the epoch."""
 
     def passes(self) -> list[Pass]:
-        """The walks of this epoch: a pure function of beliefs, stage and epoch."""
+        """The passes of this epoch: a pure function of buffers, stage and epoch."""
         return [Pass(self.data.shuffled(self.order_key()))]
 
     def end_epoch(self, survey: Survey | None) -> None:
-        """Called after the passes, before evaluation; `survey` is there if surveys_after_epoch() asked for one."""
+        """Called after the passes, before evaluation; `survey` is given if surveys_after_epoch() is true."""
 
     def order_key(self, pass_index: int = 0) -> int:
-        """A number for (stage, epoch, pass) that keys random orders and augmentations."""
+        """A number for (stage, epoch, pass): the key of random orders and augmentations."""
         return (self.stage * 1_000_000 + self.epoch) * 8 + pass_index
 
-    # -- the networks ----------------------------------------------------------------------------------------------
+    # -- networks --------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        """Named losses of this rank; 'loss' is the one to descend. Averaged over ranks they are global means."""
+        """Named losses of this rank; 'loss' is the one to minimise. Their averages over ranks are global means."""
         raise NotImplementedError
 
     def after_step(self) -> None:
         """Called after every optimiser step (moving averages)."""
 
     def survey_outputs(self, images: Tensor, given: Tensor) -> dict[str, Tensor]:
-        """What the survey keeps of each picture, as little as will do; evaluation mode, no gradient."""
+        """What the survey stores of each sample, which should be little; evaluation mode, no gradient."""
         raise NotImplementedError
 
     def scores(self, images: Tensor) -> dict[str, Tensor]:
-        """Scores (B,K) by head, the one that counts first; evaluation mode. Softmax of them is a distribution."""
+        """Scores (B,K) by head; evaluation mode. The softmax of the first head is the prediction."""
         raise NotImplementedError
 
     def embeddings(self, images: Tensor) -> Tensor:
-        """(B,D) unit vectors whose cosines mean similarity; evaluation mode. Serves audit and pictures."""
+        """(B,D) unit vectors whose cosine is a similarity; evaluation mode. The audit finds neighbours by them."""
         raise NotImplementedError
 
-    # -- what it believes ------------------------------------------------------------------------------------------
+    # -- beliefs ---------------------------------------------------------------------------------------------------
 
     @property
     def beliefs(self) -> Beliefs | None:
-        """What is believed in this epoch. Reading changes nothing; what is no buffer is unknown after a restart."""
+        """What is believed in this epoch. Reading changes nothing. Parts that are no buffers are None after a restart."""
         return None
 
 
 class OneNetwork(Method[Options]):
-    """A method with one network and, if asked for, a moving average of it that does the judging."""
+    """A method with one network and, if asked for, a moving average of it that is evaluated."""
 
     def __init__(
         self, config: Config, data: TrainingSet, world: World, embed: bool = False, cosine: bool = False
@@ -133,7 +135,7 @@ class OneNetwork(Method[Options]):
     @property
     def eval_network(self) -> Network:
         """The network used for survey, evaluation and prediction."""
-        return self.network if self.average is None else self.average.network  # type: ignore[return-value]
+        return self.network if self.average is None else self.average.network
 
     def after_step(self) -> None:
         if self.average is not None:
@@ -144,3 +146,10 @@ class OneNetwork(Method[Options]):
 
     def embeddings(self, images: Tensor) -> Tensor:
         return unit(self.eval_network(images)[0])
+
+
+def load_method(name: str) -> type[Method]:
+    """The class that implements a method."""
+    module, _, cls = options_of(name).code.partition(":")  # type: ignore[attr-defined]
+    method: type[Method] = getattr(import_module(f"pipeline.methods.{module}"), cls)
+    return method

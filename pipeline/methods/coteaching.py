@@ -1,7 +1,7 @@
-"""Co-teaching (Han et al., NeurIPS 2018): two networks, each trained on what its peer finds easy.
+"""Co-teaching (Han et al., NeurIPS 2018): two networks, each trained on the samples of small loss of the other.
 
-The share of samples left out rises to the noise rate, which is given or estimated. B rows on this rank, N
-training samples.
+The share of samples left out rises to the noise rate, which is given or estimated. B rows on this rank, N training
+samples.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pipeline.process.log import log
 
 class CoTeaching(TwoNetworks[CoTeachingOptions]):
     noise: Tensor  # share of samples to leave out in the end
-    kept: Tensor  # (N,) float32: by how many of the networks, when it was last seen
-    score: Tensor  # (N,) float32: mean confidence of the networks in the given label, when it was last seen
+    kept: Tensor  # (N,) float32: how many networks kept the sample in its last step
+    score: Tensor  # (N,) float32: mean confidence of the networks in the given label, in its last step
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__(config, data, world)
@@ -34,7 +34,7 @@ class CoTeaching(TwoNetworks[CoTeachingOptions]):
         self.register_buffer("score", torch.ones(len(data)))
         self.ramp = max(1, round(self.options.ramp * config.train.epochs))
 
-    # -- how many samples to leave out ------------------------------------------------------------------
+    # -- noise rate -------------------------------------------------------------------------------------
 
     def surveys_before_epoch(self) -> bool:
         return self.options.noise_rate is None and 0 < self.epoch <= self.ramp
@@ -44,15 +44,15 @@ class CoTeaching(TwoNetworks[CoTeachingOptions]):
         return {"loss": first + second}
 
     def begin_epoch(self, survey: Survey | None) -> None:
-        """Estimate the noise rate, while wrong labels are not memorised yet, as the worse part of the losses.
+        """Estimate the noise rate by a mixture over the losses, before wrong labels are memorised.
 
-        Class by class, because the losses of rare classes are large for another reason.
+        Class by class, because rare classes have large losses whether their labels are right or wrong.
         """
         if self.epoch == 0:
             self._log_noise_rate()
         if survey is None:
             return
-        losses = survey.everywhere(survey["loss"]).cpu().numpy()
+        losses = survey.all_gather(survey["loss"]).cpu().numpy()
         clean = posterior_by_class(losses, self.data.given, self.data.classes, "small", Fit(floor=5e-4))
         self.noise.fill_(1 - float(clean.mean()))
         log.info("noise rate %.3f, estimated from the losses of all samples", self.noise)
@@ -68,22 +68,22 @@ class CoTeaching(TwoNetworks[CoTeachingOptions]):
         """Share of each batch to leave out in this epoch."""
         return self.noise * min(1.0, self.epoch / self.ramp)
 
-    # -- how it is trained ------------------------------------------------------------------------------
+    # -- training ---------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         losses = [sample_losses(self.network(n)(batch.views["weak"])[1], batch.label) for n in range(2)]
-        easy = [self._easy(loss, batch) for loss in losses]
+        easy = [self._has_small_loss(loss, batch) for loss in losses]
         update_by_index(self.kept, batch, easy[0] + easy[1], self.world)
         update_by_index(self.score, batch, (torch.exp(-losses[0]) + torch.exp(-losses[1])) / 2, self.world)
         first, second = (self.world.global_mean(losses[n], easy[1 - n]) for n in range(2))
         return {"loss": first + second, "first": first, "second": second}
 
-    def _easy(self, loss_B: Tensor, batch: Batch) -> Tensor:
+    def _has_small_loss(self, loss_B: Tensor, batch: Batch) -> Tensor:
         """(B,) 1 for the samples of the smallest losses in the global batch, else 0."""
-        place, total = rank_in_batch(loss_B, batch, self.world)
-        # The small addition undoes rounding: 0.7 of 10 samples are 7, not 6.
+        rank, total = rank_in_batch(loss_B, batch, self.world)
+        # 1e-4 against rounding: 0.7 of 10 samples are 7, not 6.
         count = torch.floor((1 - self.left_out) * total + 1e-4).clamp_min(1)
-        return (place < count).float() * batch.valid
+        return (rank < count).float() * batch.valid
 
     @property
     def beliefs(self) -> Beliefs:

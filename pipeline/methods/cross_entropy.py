@@ -1,4 +1,4 @@
-"""Plain cross-entropy on the given labels: what everything else is compared with."""
+"""Plain cross-entropy on the given labels: the baseline."""
 
 from __future__ import annotations
 

@@ -22,11 +22,11 @@ from pipeline.models.network import unit
 from pipeline.models.precision import full_precision
 
 REPRESENTATION, CLASSIFIER = 0, 1
-FAR = -1e4  # score of a class without samples; squared distances of unit vectors end at -4
+FAR = -1e4  # score of a class without samples; the scores of others are at least -4
 
 
 class CRT(OneNetwork[CRTOptions]):
-    retrained: Tensor  # bool: whether the second classifier is in charge
+    retrained: Tensor  # bool: whether the second classifier makes the prediction
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__(config, data, world)
@@ -35,10 +35,10 @@ class CRT(OneNetwork[CRTOptions]):
 
     def stages(self) -> list[Stage]:
         epochs = max(1, round(self.options.classifier_part * self.config.train.epochs))
-        # One cycle of `restarts` is the cosine that still moves in its last epoch.
-        course = {"schedule": "restarts", "restart_epochs": epochs, "final_lr": 0.0, "warmup_epochs": 0}
+        # One cycle of `restarts` is a cosine whose rate is not yet zero in the last epoch.
+        schedule = {"schedule": "restarts", "restart_epochs": epochs, "final_lr": 0.0, "warmup_epochs": 0}
         rates = {"lr": self.options.classifier_lr, "weight_decay": self.options.classifier_weight_decay}
-        optim = self.config.optim.model_copy(update={**course, **rates})
+        optim = self.config.optim.model_copy(update={**schedule, **rates})
         return [
             Stage("representation", epochs=self.config.train.epochs, trainable=("network.",), evaluated=False),
             Stage("classifier", epochs=epochs, optim=optim, trainable=("balanced.",)),
@@ -49,7 +49,7 @@ class CRT(OneNetwork[CRTOptions]):
         self.retrained.fill_(stage == CLASSIFIER)
 
     def train(self, mode: bool = True) -> CRT:
-        """In the second stage the representation is frozen with its statistics."""
+        """In the second stage the representation and its batch statistics are frozen."""
         super().train(mode)
         if self.stage == CLASSIFIER:
             self.network.eval()
@@ -84,16 +84,16 @@ class CRT(OneNetwork[CRTOptions]):
 
 @full_precision
 def normalize_features(features_BD: Tensor, centre_D: Tensor) -> Tensor:
-    """Features seen from the mean of the training set, at length one ("CL2N")."""
+    """Features minus the mean of the training set, normalised to unit length ("CL2N")."""
     return unit(features_BD - centre_D)
 
 
 class NCM(CrossEntropy):
-    """Cross-entropy training; the class means are taken anew after every epoch."""
+    """Cross-entropy training; class means are computed after every epoch."""
 
     options: NCMOptions
     centre: Tensor  # (D,) mean feature
-    means: Tensor  # (K,D) means of centred unit features, not brought to length one again
+    means: Tensor  # (K,D) means of centred unit features, not normalised again
     present: Tensor  # (K,) bool
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
@@ -122,10 +122,10 @@ class NCM(CrossEntropy):
     def scores(self, images: Tensor) -> dict[str, Tensor]:
         """Minus the squared distance to each class mean."""
         features, logits = self.eval_network(images)
-        near = -(
+        score = -(
             torch.cdist(
                 normalize_features(features, self.centre), self.means, compute_mode="donot_use_mm_for_euclid_dist"
             )
             ** 2
         )
-        return {"nearest_mean": near.masked_fill(~self.present, FAR), "linear": logits.float()}
+        return {"nearest_mean": score.masked_fill(~self.present, FAR), "linear": logits.float()}

@@ -1,8 +1,8 @@
 """DivideMix (Li et al., ICLR 2020): divide by a mixture over losses, then learn the rest without its labels.
 
-Every epoch after the warm-up: survey -> chance of each label to be right, by each network -> two passes. In a
-pass one network learns, on samples divided by the other's beliefs, while the other only helps guessing.
-B rows on this rank, K classes, N training samples.
+Every epoch after the warm-up: survey -> probability of each label to be right, by each network -> two passes. In a
+pass one network learns. The beliefs of the other network divide the samples into labelled and unlabelled ones, and both
+networks guess the labels of the unlabelled. B rows on this rank, K classes, N training samples.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from pipeline.models.precision import full_precision
 
 T = TypeVar("T")
 FIT = Fit(iterations=10, tolerance=1e-2, floor=5e-4)
-MIX_COEFFICIENT, MIX_PARTNER = 1, 2  # purposes of random numbers
+MIXUP_LAMBDA, MIXUP_PARTNERS = 1, 2  # purposes of random numbers
 LABELLED, UNLABELLED = 0, 1  # streams of a pass
 
 
 class DivideMix(TwoNetworks[DivideMixOptions]):
-    belief: Tensor  # (2,N) chance that a given label is right, by each network
-    refined: Tensor  # (N,) the given label, or what both networks say where it is not believed
+    belief: Tensor  # (2,N) probability that the given label is right, by each network
+    refined: Tensor  # (N,) the given label, or the vote of both networks where it is not believed
     past: Tensor  # (2,E,N) normalised losses of the last E epochs, the newest first
-    epochs_seen: Tensor  # how many of them are there
+    epochs_seen: Tensor  # epochs with a survey so far
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__(config, data, world)
@@ -50,7 +50,7 @@ class DivideMix(TwoNetworks[DivideMixOptions]):
             self.register_buffer("past", torch.zeros(2, self.options.loss_epochs, len(data)))
             self.register_buffer("epochs_seen", torch.zeros((), dtype=torch.long))
 
-    # -- what is believed ------------------------------------------------------------------------------------
+    # -- beliefs ---------------------------------------------------------------------------------------------
 
     @property
     def warmup_epochs(self) -> int:
@@ -68,7 +68,7 @@ class DivideMix(TwoNetworks[DivideMixOptions]):
         return self.votes_and_losses([self.eval_network(n)(images)[1] for n in range(2)], given)
 
     def votes_and_losses(self, logits: list[Tensor], given: Tensor) -> dict[str, Tensor]:
-        """The class both networks vote for, and how badly each of them fits the given label."""
+        """The class both networks vote for, and the loss of each on the given label."""
         vote = (logits[0].float().softmax(1) + logits[1].float().softmax(1)).argmax(1)
         return {"vote": vote, "loss0": sample_losses(logits[0], given), "loss1": sample_losses(logits[1], given)}
 
@@ -76,25 +76,25 @@ class DivideMix(TwoNetworks[DivideMixOptions]):
         if survey is None:
             return
         belief = np.stack(self.divide(survey))  # (2,N)
-        nobody = ~(belief > self.options.threshold).any(1)
-        belief[nobody] = 1.0  # a mixture that believes no label at all has told nothing
+        undecided = ~(belief > self.options.threshold).any(1)
+        belief[undecided] = 1.0  # a mixture that believes no label is no information
         self.belief.copy_(torch.from_numpy(belief))
-        said = survey.everywhere(survey["vote"].int()).to(self.refined.dtype)  # gloo and NCCL know no int16
+        vote = survey.all_gather(survey["vote"].int()).to(self.refined.dtype)  # gloo and NCCL have no int16
         given = torch.from_numpy(self.data.given).to(self.refined)
-        self.refined.copy_(torch.where(self._clean(), given, said))
+        self.refined.copy_(torch.where(self._is_clean(), given, vote))
 
     def divide(self, survey: Survey) -> list[np.ndarray]:
-        """For each network: (N,) chance that the given label is right, the same on every rank."""
-        found = []
+        """For each network: (N,) probability that the given label is right, the same on every rank."""
+        losses_by_network = []
         for n in range(2):
-            losses = survey.everywhere(survey[f"loss{n}"]).cpu().numpy()
-            found.append(self._average_losses(n, normalised(losses, "small")))
+            losses = survey.all_gather(survey[f"loss{n}"]).cpu().numpy()
+            losses_by_network.append(self._average_losses(n, normalised(losses, "small")))
         if self.options.loss_epochs > 1:
             self.epochs_seen += 1
-        return self.on_main_rank(lambda: [posterior(values, "small", FIT) for values in found])
+        return self.on_main_rank(lambda: [posterior(values, "small", FIT) for values in losses_by_network])
 
     def on_main_rank(self, fit: Callable[[], T]) -> T:
-        """Mixtures are fitted once: ranks that differ in the last digit would walk different orders."""
+        """Fit on rank 0 and send the result: ranks whose fits differ in the last digit would train on other samples."""
         return self.world.broadcast_object(fit() if self.world.is_main else None)
 
     def _average_losses(self, n: int, losses_N: np.ndarray) -> np.ndarray:
@@ -105,7 +105,7 @@ class DivideMix(TwoNetworks[DivideMixOptions]):
         known = min(int(self.epochs_seen) + 1, self.options.loss_epochs)
         return self.past[n, :known].double().mean(0).cpu().numpy()
 
-    def _clean(self) -> Tensor:
+    def _is_clean(self) -> Tensor:
         return self.belief.mean(0) > self.options.threshold
 
     @property
@@ -114,9 +114,9 @@ class DivideMix(TwoNetworks[DivideMixOptions]):
             return None
         kept = self.belief > self.options.threshold  # (2,N)
         agree = {"agreement": float((kept[0] == kept[1]).float().mean())}
-        return Beliefs(label=self.refined.long(), clean=self._clean(), score=self.belief.mean(0), extra=agree)
+        return Beliefs(label=self.refined.long(), clean=self._is_clean(), score=self.belief.mean(0), extra=agree)
 
-    # -- how it is trained -----------------------------------------------------------------------------------
+    # -- training --------------------------------------------------------------------------------------------
 
     def trained_parameters(self, n: int) -> tuple[str, ...]:
         return (f"networks.{n}.",)
@@ -130,7 +130,7 @@ class DivideMix(TwoNetworks[DivideMixOptions]):
         return Pass(order, batch=batch, trainable=self.trained_parameters(n), learner=n)
 
     def _divided_pass(self, n: int) -> Pass:
-        """The peer's beliefs decide. All batches are full, so both streams have equal rows and groups."""
+        """Divided by the other network's beliefs. All batches are full, so both streams have equal rows and groups."""
         kept = (self.belief[1 - n] > self.options.threshold).cpu().numpy()
         labelled = self.data.shuffled(self.order_key(n), np.flatnonzero(kept), LABELLED)
         rest = self.data.shuffled(self.order_key(n), np.flatnonzero(~kept), UNLABELLED)
@@ -140,7 +140,7 @@ class DivideMix(TwoNetworks[DivideMixOptions]):
 
     @property
     def unlabelled_weight(self) -> float:
-        """Rises linearly after the warm-up; inside an epoch it keeps the value of the epoch's middle."""
+        """Rises linearly after the warm-up; constant in an epoch, with the value of its middle."""
         ramp = self.options.unlabelled_ramp * self.config.train.epochs
         done = (self.epoch + 0.5 - self.warmup_epochs) / ramp if ramp else 1.0
         return self.options.unlabelled * min(max(done, 0.0), 1.0)
@@ -151,8 +151,8 @@ class DivideMix(TwoNetworks[DivideMixOptions]):
             return self.warmup_losses(n, batch)
         streams = [batch] if batch.beside is None else [batch, batch.beside]
         images, target, valid = self._stacked(streams, self._guess(n, streams))
-        partner = pair_across(streams, MIX_PARTNER)
-        lam = mixup.mixup_lambda(batch, self.options.mixup, MIX_COEFFICIENT, fold=True)
+        partner = pair_across(streams, MIXUP_PARTNERS)
+        lam = mixup.mixup_lambda(batch, self.options.mixup, MIXUP_LAMBDA, fold=True)
         images, target = mixup.mix(images, partner, lam), mixup.mix(target, partner, lam)
         rows = 2 * len(batch.index)  # the labelled ones come first
         if not self.options.unlabelled:
@@ -209,8 +209,8 @@ class DivideMix(TwoNetworks[DivideMixOptions]):
 def mean_prediction(networks: Sequence[Network], batch: Batch) -> Tensor:
     """(B,K) mean softmax over the networks and both weak views."""
     views = torch.cat([batch.views["weak"], batch.views["weak2"]])
-    said = torch.stack([network(views)[1].float().softmax(1) for network in networks]).mean(0)
-    first, second = said.chunk(2)
+    probability = torch.stack([network(views)[1].float().softmax(1) for network in networks]).mean(0)
+    first, second = probability.chunk(2)
     return (first + second) / 2
 
 
@@ -219,9 +219,9 @@ def pair_across(streams: Sequence[Batch], purpose: int) -> Tensor:
     keys = torch.cat([stream.index * len(streams) + number for number, stream in enumerate(streams)])
     groups = torch.cat([mixup.mixing_groups(stream) for stream in streams])
     ends = np.cumsum([0, *(2 * len(stream.index) for stream in streams)])
-    places = [torch.arange(start, stop, device=keys.device).view(2, -1) for start, stop in pairwise(ends.tolist())]
+    rows = [torch.arange(start, stop, device=keys.device).view(2, -1) for start, stop in pairwise(ends.tolist())]
     seed = int(streams[0].generator(purpose).integers(2**31))
-    return mixup.pair_within(groups, keys, torch.cat(places, 1), seed)
+    return mixup.pair_within(groups, keys, torch.cat(rows, 1), seed)
 
 
 @full_precision
@@ -234,8 +234,8 @@ def squared_error(logits_BK: Tensor, target_BK: Tensor, weight_B: Tensor, world:
 def uniform_penalty(logits_BK: Tensor, valid_B: Tensor, world: World) -> Tensor:
     """How far the mean prediction of the global batch is from uniform: KL(uniform || mean).
 
-    It is no mean over rows, so the sums are joined with gradient: each rank holds the whole value, and the
-    average of the gradients over ranks is the gradient of that value.
+    It is no mean over rows, so the sums are gathered with gradient: every rank holds the whole value, and the average of the
+    gradients over ranks is the gradient of that value.
     """
     sums = torch.cat([(logits_BK.softmax(1) * valid_B[:, None]).sum(0), valid_B.sum()[None]])
     sums = world.all_gather_rows(sums[None], [1] * world.size, grad=True).sum(0)

@@ -1,6 +1,6 @@
 """Early-learning regularisation (Liu et al., NeurIPS 2020): ELR with one network, ELR+ with two.
 
-A memory of earlier predictions, kept for every sample, holds the network back from memorising wrong labels:
+A moving average of the predictions for every sample (the memory) keeps the network from memorising wrong labels:
     L = cross-entropy + strength * mean log(1 - <memory, prediction>).
 B rows on this rank, K classes, N training samples.
 """
@@ -26,8 +26,8 @@ from pipeline.models.network import Network
 from pipeline.models.precision import full_precision
 from shards.base.errors import UserError
 
-LEAST = 1e-4  # predictions stay this far from 0 and 1
-COEFFICIENT, PARTNER = 1, 3  # purposes of random numbers; the second network uses the next ones
+LEAST = 1e-4  # predictions are at least this far from 0 and 1
+MIXUP_LAMBDA, MIXUP_PARTNERS = 1, 3  # purposes of random numbers; the second network uses the next ones
 
 
 @full_precision
@@ -41,8 +41,8 @@ def regulariser(prediction_BK: Tensor, memory_BK: Tensor, weight_B: Tensor, worl
     return world.global_mean(torch.log(1 - (memory_BK * prediction_BK).sum(1)), weight_B)
 
 
-def remembered(memory_NK: Tensor, data: TrainingSet) -> Beliefs:
-    """The class remembered most strongly is what is believed; samples never seen keep their label."""
+def memory_beliefs(memory_NK: Tensor, data: TrainingSet) -> Beliefs:
+    """The largest class of the memory is believed; samples not seen yet keep their label."""
     given = torch.from_numpy(data.given).to(memory_NK.device, torch.long)
     label = torch.where(memory_NK.sum(1) > 0, memory_NK.argmax(1), given)
     return Beliefs(label=label, clean=label == given, score=memory_NK.gather(1, given[:, None])[:, 0])
@@ -66,11 +66,11 @@ class ELR(OneNetwork[ELROptions]):
 
     @property
     def beliefs(self) -> Beliefs:
-        return remembered(self.memory, self.data)
+        return memory_beliefs(self.memory, self.data)
 
 
 class ELRPlus(TwoNetworks[ELRPlusOptions]):
-    """Each network's memory is made by the averaged weights of its peer, on pictures that are not mixed."""
+    """The memory of each network is made by the averaged weights of the other, from images that are not mixed."""
 
     memory: Tensor  # (N,2,K)
 
@@ -79,33 +79,33 @@ class ELRPlus(TwoNetworks[ELRPlusOptions]):
             raise UserError("elr_plus averages its weights itself (method.ema). Leave model.ema out.")
         super().__init__(config, data, world)
         self.register_buffer("memory", torch.zeros(len(data), 2, data.classes))
-        self.steps = 0  # done so far: (epoch, step) determine it
+        self.steps = 0  # steps done so far; (epoch, step) determine it
 
     @property
     def average_decay(self) -> float:
         return self.options.ema
 
     def eval_network(self, number: int) -> Network:
-        """The networks themselves: the averages only teach."""
+        """The networks themselves; the averages only make the memories."""
         return self.network(number)
 
     def teacher(self, number: int) -> Network:
         return self.network(number) if self.average is None else self.average[number].network  # type: ignore[return-value]
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        self.steps = self._steps(batch)
-        parts = [self._one(n, batch) for n in range(2)]
+        self.steps = self._steps_done(batch)
+        parts = [self._losses_of(n, batch) for n in range(2)]
         ce, elr = (sum(values) for values in zip(*parts))
-        return {"loss": ce + self.options.strength * self._rising(self.options.ramp) * elr, "ce": ce, "elr": elr}
+        return {"loss": ce + self.options.strength * self._ramp_factor(self.options.ramp) * elr, "ce": ce, "elr": elr}
 
-    def _one(self, n: int, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _losses_of(self, n: int, batch: Batch) -> tuple[Tensor, Tensor]:
         """Cross-entropy and regulariser of network n."""
         images = batch.views["weak"]
         with torch.no_grad():
             fresh = prediction(self.teacher(1 - n)(images)[1], 0.0)
         update_by_index(self.memory[:, n], batch, fresh, self.world, keep=self.options.beta)
-        lam = mixup.mixup_lambda(batch, self.options.mixup, COEFFICIENT + n, fold=True)
-        partner = mixup.mixup_partners(batch, 1, PARTNER + n)
+        lam = mixup.mixup_lambda(batch, self.options.mixup, MIXUP_LAMBDA + n, fold=True)
+        partner = mixup.mixup_partners(batch, 1, MIXUP_PARTNERS + n)
         target = mixup.mix(F.one_hot(batch.label, self.data.classes).float(), partner, lam)
         memory = mixup.mix(self.memory[batch.index, n], partner, lam)
         _, logits = self.network(n)(mixup.mix(images, partner, lam))
@@ -115,20 +115,20 @@ class ELRPlus(TwoNetworks[ELRPlusOptions]):
         ce = soft_cross_entropy(logits, target, batch.valid, self.world)
         return ce, regulariser(prediction(logits), memory, batch.valid, self.world)
 
-    def _steps(self, batch: Batch) -> int:
+    def _steps_done(self, batch: Batch) -> int:
         per_epoch = -(-len(self.data) // self.data.batch)
         return self.epoch * per_epoch + batch.step
 
-    def _rising(self, part: float) -> float:
+    def _ramp_factor(self, part: float) -> float:
         """From almost 0 to 1 over this part of the training."""
         per_epoch = -(-len(self.data) // self.data.batch)
         length = part * self.config.train.epochs * per_epoch
         return math.exp(-5 * (1 - min(1.0, self.steps / length)) ** 2) if length else 1.0
 
     def after_step(self) -> None:
-        """Without a ramp a true average at first, a moving one when that remembers less."""
+        """Without a ramp a plain average at first, then a moving one."""
         if self.options.ema_ramp:
-            decay = self.options.ema * self._rising(self.options.ema_ramp)
+            decay = self.options.ema * self._ramp_factor(self.options.ema_ramp)
         else:
             decay = min(1 - 1 / (self.steps + 2), self.options.ema)
         for average in self.average or ():
@@ -137,4 +137,4 @@ class ELRPlus(TwoNetworks[ELRPlusOptions]):
 
     @property
     def beliefs(self) -> Beliefs:
-        return remembered(self.memory.mean(1), self.data)
+        return memory_beliefs(self.memory.mean(1), self.data)

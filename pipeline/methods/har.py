@@ -1,10 +1,9 @@
 """Heteroskedastic adaptive regularisation (Cao et al., ICLR 2021).
 
-A first network, trained on half of the samples, is wrong on the other half more often in some classes than in
-others; those and rare classes get a stronger Lipschitz regulariser in the training proper:
+A first network is trained on half of the samples. Classes in which it is often wrong on the other half, and rare classes,
+get a stronger Lipschitz regulariser in the main training:
     L = L_ce + strength * mean_i r(label_i) * sum_l || dL_ce / dh_il ||,
-h_il being what normalisation layer l makes of sample i before its scale and shift. This needs gradients of
-gradients.
+where h_il is the output of normalisation layer l for sample i before scale and shift. This needs gradients of gradients.
 B rows on this rank, K classes, N training samples.
 """
 
@@ -31,11 +30,11 @@ from pipeline.models.network import Network
 from shards.base.errors import UserError
 
 PROBE, MAIN = 0, 1
-_SPLIT = 0x4A1F  # keeps this draw apart from other uses of the seed
+_SPLIT = 0x4A1F  # purpose of random numbers
 
 
-def halves(data: TrainingSet) -> np.ndarray:
-    """(N,) bool: the held-out half, drawn class by class; of an odd number the greater part is trained on."""
+def held_out_half(data: TrainingSet) -> np.ndarray:
+    """(N,) bool: the held-out half, drawn class by class; of an odd number the larger part is trained on."""
     shuffled = keyed_generator(data.seed, _SPLIT).permutation(len(data))
     held = np.zeros(len(data), bool)
     held[shuffled] = sampling.occurrence(data.given[shuffled]) % 2 == 1
@@ -45,7 +44,7 @@ def halves(data: TrainingSet) -> np.ndarray:
 def class_strengths(
     wrong_K: Tensor, held_K: Tensor, counts_K: Tensor, error_power: float, count_power: float
 ) -> Tensor:
-    """(K,) in 0..1. A class nobody was held out of counts as always wrong; one without samples gets 0."""
+    """(K,) in 0..1. A class without held-out samples counts as always wrong; one without samples gets 0."""
     error = torch.where(held_K > 0, wrong_K / held_K.clamp_min(1), 1.0)
     raw = error**error_power / counts_K.clamp_min(1) ** count_power * (counts_K > 0)
     return (raw / raw.max().clamp_min(1e-12)).float()
@@ -53,13 +52,13 @@ def class_strengths(
 
 class HAR(OneNetwork[HAROptions]):
     strengths: Tensor  # (K,)
-    probed: Tensor  # bool: whether the main network is in charge
+    probed: Tensor  # bool: whether the main network is evaluated
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__(config, data, world)
-        _refuse_what_has_no_second_gradient(config, world)
+        _check_double_backward(config, world)
         self.probe = Network(config.model, data.classes)
-        self.held = halves(data)
+        self.held_out = held_out_half(data)
         self.register_buffer("strengths", torch.zeros(data.classes))
         self.register_buffer("weights", class_weights(data.counts, self.options.beta))
         self.register_buffer("probed", torch.zeros((), dtype=torch.bool))
@@ -69,7 +68,7 @@ class HAR(OneNetwork[HAROptions]):
                 f"{config.model.backbone}. Choose another backbone or method."
             )
 
-    # -- the plan ---------------------------------------------------------------------------------------
+    # -- stages and passes ------------------------------------------------------------------------------
 
     def stages(self) -> list[Stage]:
         epochs = self.config.train.epochs
@@ -83,7 +82,7 @@ class HAR(OneNetwork[HAROptions]):
 
     def passes(self) -> list[Pass]:
         if self.stage == PROBE:
-            return [Pass(self.data.shuffled(self.order_key(), np.flatnonzero(~self.held)))]
+            return [Pass(self.data.shuffled(self.order_key(), np.flatnonzero(~self.held_out)))]
         return super().passes()
 
     @property
@@ -94,7 +93,7 @@ class HAR(OneNetwork[HAROptions]):
         if self.stage == MAIN:
             super().after_step()
 
-    # -- how strongly to smooth each class --------------------------------------------------------------
+    # -- strength by class ------------------------------------------------------------------------------
 
     def surveys_before_epoch(self) -> bool:
         return self.stage == MAIN and self.epoch == 0
@@ -106,7 +105,7 @@ class HAR(OneNetwork[HAROptions]):
         if survey is None:
             return
         label = self.data.labels(survey.index)
-        held = torch.from_numpy(self.held)[survey.index.cpu()].to(label.device).double()
+        held = torch.from_numpy(self.held_out)[survey.index.cpu()].to(label.device).double()
         wrong = survey["wrong"].double() * held
         sums = torch.zeros(2, self.data.classes, dtype=torch.float64, device=label.device)
         wrong_K, held_K = self.world.all_reduce_sum(sums.index_add_(1, label, torch.stack([wrong, held])))
@@ -115,7 +114,7 @@ class HAR(OneNetwork[HAROptions]):
             class_strengths(wrong_K, held_K, counts, self.options.error_power, self.options.count_power)
         )
 
-    # -- how it is trained ------------------------------------------------------------------------------
+    # -- training ---------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         if self.stage == PROBE:
@@ -123,7 +122,7 @@ class HAR(OneNetwork[HAROptions]):
             return {"loss": loss, "ce": loss}
         late = self.epoch >= round(self.options.reweight_start * self.config.train.epochs)
         weight = batch.valid * self.weights[batch.label] if late else batch.valid  # type: ignore[index]
-        with self._watched() as outputs:
+        with self._record_outputs() as outputs:
             _, logits = self.network(batch.views["weak"])
         loss_B = sample_losses(logits, batch.label)
         ce = self.world.global_mean(loss_B, weight)
@@ -131,17 +130,17 @@ class HAR(OneNetwork[HAROptions]):
         return {"loss": ce + self.options.strength * har, "ce": ce, "har": har}
 
     def _regulariser(self, loss_B: Tensor, weight_B: Tensor, outputs: list[Tensor], batch: Batch) -> Tensor:
-        """The gradients belong to the MEAN loss of the global batch. They are taken of the sum and divided
-        afterwards: half precision stands that better, and ranks and micro-batches do not matter.
+        """The gradients are those of the MEAN loss of the global batch. They are taken of the sum and divided afterwards:
+        this loses less in half precision and does not depend on ranks and micro-batches.
         """
         with torch.autocast(loss_B.device.type, enabled=False):
             gradients = torch.autograd.grad((loss_B * weight_B).sum(), outputs, create_graph=True)
             norms_B = torch.zeros_like(loss_B)
             for layer, gradient in zip(self._norms(), gradients):
                 gradient = gradient.to(loss_B.dtype)
-                if layer.weight is not None:  # from behind the layer's scale to before it
+                if layer.weight is not None:  # the gradient before the layer's scale
                     gradient = gradient * layer.weight[:, None, None]
-                # The root of zero has no derivative.
+                # The square root has no derivative at zero.
                 norms_B = norms_B + (gradient.flatten(1).square().sum(1) + 1e-12).sqrt()
             total = self.world.all_reduce_sum(weight_B.sum()).clamp_min(1e-8)
             return self.world.global_mean(self.strengths[batch.label] * norms_B, batch.valid) / total * batch.share
@@ -151,27 +150,27 @@ class HAR(OneNetwork[HAROptions]):
         return [m for m in self.network.backbone.modules() if isinstance(m, nn.BatchNorm2d | nn.GroupNorm)][1:]
 
     @contextmanager
-    def _watched(self) -> Iterator[list[Tensor]]:
+    def _record_outputs(self) -> Iterator[list[Tensor]]:
         """Collects the outputs of the normalisation layers, in the order of `_norms`."""
         outputs: dict[int, Tensor] = {}
 
-        def keep(number: int, output: Tensor) -> Tensor:
+        def record(number: int, output: Tensor) -> Tensor:
             outputs[number] = output
-            return output.clone()  # what follows may work in place
+            return output.clone()  # the next layer may work in place
 
-        # timm joins normalisation and activation in one module; `drop` is what lies between them.
+        # timm has normalisation and activation in one module; its `drop` is between them.
         points = [getattr(layer, "drop", layer) for layer in self._norms()]
-        handles = [p.register_forward_hook(lambda _m, _i, out, n=n: keep(n, out)) for n, p in enumerate(points)]
+        handles = [p.register_forward_hook(lambda _m, _i, out, n=n: record(n, out)) for n, p in enumerate(points)]
         try:
-            kept: list[Tensor] = []
-            yield kept
-            kept.extend(outputs[n] for n in range(len(points)))
+            ordered: list[Tensor] = []
+            yield ordered
+            ordered.extend(outputs[n] for n in range(len(points)))
         finally:
             for handle in handles:
                 handle.remove()
 
 
-def _refuse_what_has_no_second_gradient(config: Config, world: World) -> None:
+def _check_double_backward(config: Config, world: World) -> None:
     model = config.model
     problems = {
         "model.compile=false": model.compile,

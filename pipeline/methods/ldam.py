@@ -1,4 +1,4 @@
-"""LDAM and LDAM-DRW (Cao et al., NeurIPS 2019): margins that grow as a class gets rarer; late class weights.
+"""LDAM and LDAM-DRW (Cao et al., NeurIPS 2019): larger margins for rarer classes; class weights late in the training.
 
 Counts are those of the given labels. B rows on this rank, K classes.
 """
@@ -37,9 +37,9 @@ def class_weights(counts_K: np.ndarray, beta: float) -> Tensor:
 
 @full_precision
 def margin_logits(cosine_BK: Tensor, label_B: Tensor, margins_K: Tensor, scale: float) -> Tensor:
-    """Scaled cosines; the label's own has to win by its class's margin."""
-    handicap = F.one_hot(label_B, len(margins_K)) * margins_K[label_B][:, None]
-    return scale * (cosine_BK - handicap)
+    """Scaled cosines, minus its margin for the class of the label."""
+    margin = F.one_hot(label_B, len(margins_K)) * margins_K[label_B][:, None]
+    return scale * (cosine_BK - margin)
 
 
 class LDAM(OneNetwork[LDAMOptions]):
@@ -58,7 +58,7 @@ class LDAM(OneNetwork[LDAMOptions]):
         return {"loss": loss}
 
     def scores(self, images: Tensor) -> dict[str, Tensor]:
-        """Without margins, but with the scale: its softmax is what was trained."""
+        """Without margins, with the scale: the softmax of these is the trained prediction."""
         return {"cosine": self.options.scale * self.eval_network(images)[1].float()}
 
 

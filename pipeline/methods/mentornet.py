@@ -1,7 +1,7 @@
-"""MentorNet with its predefined curriculum (Jiang et al., ICML 2018), as the rule that its mentor is taught.
+"""MentorNet with its predefined curriculum (Jiang et al., ICML 2018): the rule itself, not the network that learns it.
 
-All samples at first; then those whose loss lies below a moving percentile of the losses; in the end those
-above it fade out linearly. B rows on this rank, G over all ranks, N training samples.
+First all samples; then those whose loss is below a moving percentile of the losses; at the end the weight falls
+linearly above the percentile. B rows on this rank, G over all ranks, N training samples.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ DROPOUT = 1  # purpose of random numbers
 
 @full_precision
 def quantile(values_G: Tensor, valid_G: Tensor, part: float) -> Tensor:
-    """The `part` quantile of the valid values, linear in between; 0 if none. The host is not asked."""
+    """The `part` quantile of the valid values, with linear interpolation; 0 if there are none. Nothing is read back to the host."""
     ordered = torch.where(valid_G > 0, values_G, torch.inf).sort().values
     last = (valid_G > 0).sum() - 1
     position = (part * last).clamp_min(0)
     low = position.floor().long()
     high = torch.minimum(low + 1, last.clamp_min(0))
-    found = torch.lerp(ordered[low].double(), ordered[high].double(), position.double() - low).to(values_G.dtype)
-    return torch.where(last >= 0, found, 0)
+    value = torch.lerp(ordered[low].double(), ordered[high].double(), position.double() - low).to(values_G.dtype)
+    return torch.where(last >= 0, value, 0)
 
 
 class MentorNet(OneNetwork[MentorNetOptions]):
     moving: Tensor  # moving percentile of the losses; infinite before the first step
-    weight: Tensor  # (N,) when the sample was last seen
-    score: Tensor  # (N,) confidence in the given label, when it was last seen
+    weight: Tensor  # (N,) in the last step of the sample
+    score: Tensor  # (N,) confidence in the given label, in that step
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__(config, data, world)
@@ -53,14 +53,14 @@ class MentorNet(OneNetwork[MentorNetOptions]):
 
     def begin_epoch(self, survey: Survey | None) -> None:
         if self.epoch == 0:
-            told = (
+            message = (
                 "noise rate %.3f, given by method.percentile=%g: samples beyond it are left out; nothing is estimated"
             )
-            log.info(told, 1 - self.options.percentile, self.options.percentile)
+            log.info(message, 1 - self.options.percentile, self.options.percentile)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         loss_B, loss_G, valid_G = self._losses(batch)
-        self._move(quantile(loss_G, valid_G, self.options.percentile))
+        self._update_percentile(quantile(loss_G, valid_G, self.options.percentile))
         weight = self._curriculum(loss_B.detach())
         update_by_index(self.weight, batch, weight, self.world)
         update_by_index(self.score, batch, torch.exp(-loss_B), self.world)
@@ -70,7 +70,7 @@ class MentorNet(OneNetwork[MentorNetOptions]):
         return {"loss": loss, "moving_percentile": self.moving.clone()}
 
     def _losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """(B,) of this rank with gradient; (G,) of all ranks, and which of them are real."""
+        """(B,) of this rank with gradient; (G,) of all ranks, and which of them are valid."""
         _, logits = self.network(batch.views["weak"])
         loss = sample_losses(logits, batch.label)
         return (
@@ -80,7 +80,7 @@ class MentorNet(OneNetwork[MentorNetOptions]):
         )
 
     @torch.no_grad()
-    def _move(self, percentile: Tensor) -> None:
+    def _update_percentile(self, percentile: Tensor) -> None:
         decay = self.options.decay
         moved = torch.where(self.moving.isinf(), percentile, decay * self.moving + (1 - decay) * percentile)
         self.moving.copy_(torch.where(moved.isfinite(), moved, self.moving))

@@ -1,7 +1,7 @@
 """MoPro (Li et al., ICLR 2021): labels corrected in every step by moving prototypes; a balanced classifier.
 
-Losses of a step: cross-entropy, instance contrast against a queue of keys from an averaged network, and
-contrast against the prototypes. Queue, prototypes and beliefs move after the step, equally on all ranks.
+Losses of a step: cross-entropy, contrast against a queue of keys from an averaged network, and contrast against the
+prototypes. Queue, prototypes and beliefs change after the step, in the same way on all ranks.
 B rows on this rank, G over all ranks, K classes, D embedding width, N training samples.
 """
 
@@ -31,7 +31,7 @@ MAIN, RETRAIN = 0, 1
 class MoPro(PrototypeMethod[MoProOptions]):
     """A prototype is zero until its class was seen."""
 
-    queue: Tensor  # (Q+1,D) keys; the last row takes what must not be kept
+    queue: Tensor  # (Q+1,D) keys; the last row takes keys of padding rows
     written: Tensor  # how many keys were ever written
     label: Tensor  # (N,) corrected label of the sample's last step
     kept: Tensor  # (N,) 1 where the given label scores above chance
@@ -51,19 +51,19 @@ class MoPro(PrototypeMethod[MoProOptions]):
         self.register_buffer("label", torch.from_numpy(data.given).int())
         for name in ("kept", "used", "score"):
             self.register_buffer(name, torch.ones(len(data)))
-        self.seen: list[tuple[Tensor, Tensor]] = []  # rows of the step in the making, of all ranks
+        self.pending: list[tuple[Tensor, Tensor]] = []  # rows of the current step, of all ranks
 
     def stages(self) -> list[Stage]:
         main = Stage("train", epochs=self.config.train.epochs, trainable=("network.",))
         if not self.options.retrain_part:
             return [main]
         epochs = max(1, round(self.options.retrain_part * self.config.train.epochs))
-        course = {"lr": self.options.retrain_lr, "weight_decay": 0.0, "schedule": "steps",
+        schedule = {"lr": self.options.retrain_lr, "weight_decay": 0.0, "schedule": "steps",
                   "milestones": (1 / 3, 2 / 3), "decay": 0.1, "warmup_epochs": 0}  # fmt: skip
-        optim = self.config.optim.model_copy(update=course)
+        optim = self.config.optim.model_copy(update=schedule)
         return [main, Stage("classifier", epochs=epochs, optim=optim, trainable=("network.head",))]
 
-    # -- what is believed ------------------------------------------------------------------------------------
+    # -- beliefs ---------------------------------------------------------------------------------------------
 
     @property
     def first_cleaning(self) -> int:
@@ -74,7 +74,7 @@ class MoPro(PrototypeMethod[MoProOptions]):
         return self.stage == RETRAIN or self.epoch >= self.first_cleaning
 
     def surveys_before_epoch(self) -> bool:
-        """The last stage learns from one calm look at all samples, not from those of the steps."""
+        """The last stage takes its labels from one survey, not from the steps before."""
         return self.stage == RETRAIN and self.epoch == 0
 
     def survey_outputs(self, images: Tensor, given: Tensor) -> dict[str, Tensor]:
@@ -84,16 +84,18 @@ class MoPro(PrototypeMethod[MoProOptions]):
         if survey is None:
             return
         given = self.data.labels(survey.index)
-        near = prototype_logits(survey["z"], self.prototypes, self.options.temperature)
-        found = self._correct(survey["linear"], near, given)
-        for memory, value in zip((self.label, self.kept, self.used, self.score), found):
-            memory.copy_(survey.everywhere(value.to(memory.dtype)))
+        prototype_scores = prototype_logits(survey["z"], self.prototypes, self.options.temperature)
+        corrected = self._correct(survey["linear"], prototype_scores, given)
+        for memory, value in zip((self.label, self.kept, self.used, self.score), corrected):
+            memory.copy_(survey.all_gather(value.to(memory.dtype)))
 
     @full_precision
-    def _correct(self, logits: Tensor, near: Tensor, given: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Corrected label; does the given one beat chance; is there a label at all; score of the given."""
+    def _correct(
+        self, logits: Tensor, prototype_scores: Tensor, given: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Corrected label; whether the given one scores above chance; whether there is a label; score of the given one."""
         share = self.options.classifier_weight
-        soft = share * logits.softmax(1) + (1 - share) * near.softmax(1)
+        soft = share * logits.softmax(1) + (1 - share) * prototype_scores.softmax(1)
         score = soft.gather(1, given[:, None])[:, 0]
         top, likeliest = soft.max(1)
         sure, kept = top > self.options.relabel_above, score > 1 / soft.shape[1]
@@ -101,14 +103,14 @@ class MoPro(PrototypeMethod[MoProOptions]):
 
     @property
     def beliefs(self) -> Beliefs | None:
-        """What the steps of the last epoch found; believed is a label neither doubted nor changed."""
+        """Labels as corrected in the last epoch; clean are those kept and not changed."""
         if self.stage == MAIN and self.epoch <= self.first_cleaning:
             return None
         given = torch.from_numpy(self.data.given).to(self.label)
         label, clean = self.label.long(), (self.kept > 0) & (self.label == given)
         return Beliefs(self.used, label, clean, self.score, basis=(label, self.used))
 
-    # -- how it is trained -----------------------------------------------------------------------------------
+    # -- training --------------------------------------------------------------------------------------------
 
     def passes(self) -> list[Pass]:
         if self.stage == MAIN:
@@ -121,7 +123,7 @@ class MoPro(PrototypeMethod[MoProOptions]):
         return [Pass(order)]
 
     def train(self, mode: bool = True) -> MoPro:
-        """In the last stage the representation is frozen with its statistics."""
+        """In the last stage the representation and its batch statistics are frozen."""
         super().train(mode)
         if self.stage == RETRAIN:
             self.network.backbone.eval()
@@ -138,13 +140,13 @@ class MoPro(PrototypeMethod[MoProOptions]):
         z = self.network.embed(features)
         with torch.no_grad():
             averaged = self.key_average.network
-            key = averaged.embed(averaged(batch.views["strong"])[0])  # type: ignore[operator]
-        near = prototype_logits(z, self.prototypes, self.options.temperature)
-        label, kept, used, score = self._correct(logits.detach(), near.detach(), batch.label)
+            key = averaged.embed(averaged(batch.views["strong"])[0])
+        prototype_scores = prototype_logits(z, self.prototypes, self.options.temperature)
+        label, kept, used, score = self._correct(logits.detach(), prototype_scores.detach(), batch.label)
         if not self.cleaning_now:
             label, kept, used = batch.label, torch.ones_like(kept), torch.ones_like(used)
         weight = batch.valid * used
-        self._remember_for_after_step(
+        self._save_for_after_step(
             batch, label, torch.cat([key, z, torch.stack([kept, used, score, batch.valid], 1)], 1)
         )
         parts = {"ce": cross_entropy(logits, label, weight, self.world)}
@@ -152,15 +154,17 @@ class MoPro(PrototypeMethod[MoProOptions]):
             z, key, self.queue[:-1], self.written, batch.valid, self.options.temperature, self.world
         )
         if self.epoch > 0:  # in the first epoch the prototypes form
-            parts["pc"] = cross_entropy(near, label, weight, self.world)
+            parts["pc"] = cross_entropy(prototype_scores, label, weight, self.world)
         loss = parts["ce"] + self.options.contrastive * parts["cc"]
         return {"loss": loss + self.options.prototype * parts.get("pc", 0.0), **parts}
 
     @torch.no_grad()
-    def _remember_for_after_step(self, batch: Batch, label: Tensor, rows: Tensor) -> None:
-        """Keep what is to move after the step: the loss still needs queue and prototypes as they are."""
-        whole = torch.stack([batch.index, label], 1)
-        self.seen.append((self.world.all_gather_rows(whole, batch.rows), self.world.all_gather_rows(rows, batch.rows)))
+    def _save_for_after_step(self, batch: Batch, label: Tensor, rows: Tensor) -> None:
+        """Save the rows for after_step: the loss still needs queue and prototypes as they are."""
+        index_and_label = torch.stack([batch.index, label], 1)
+        self.pending.append(
+            (self.world.all_gather_rows(index_and_label, batch.rows), self.world.all_gather_rows(rows, batch.rows))
+        )
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -168,19 +172,19 @@ class MoPro(PrototypeMethod[MoProOptions]):
         if self.stage == RETRAIN:
             return
         self.key_average.update(self.network)
-        whole, rows = (torch.cat(parts) for parts in zip(*self.seen))
-        self.seen = []
+        index_and_label, rows = (torch.cat(parts) for parts in zip(*self.pending))
+        self.pending = []
         finite, rows = rows.isfinite().all(1), rows.nan_to_num()
-        (index, label), (key, z, flags) = whole.T, rows.split([*2 * [self.queue.shape[1]], 4], 1)
+        (index, label), (key, z, flags) = index_and_label.T, torch.split(rows, [*2 * [self.queue.shape[1]], 4], 1)
         kept, used, score, valid = flags.T
-        valid = valid * finite  # the optimiser skips such a step; nothing may remember it either
+        valid = valid * finite  # the optimiser skips such a step, so nothing is stored of it
         enqueue(self.queue, self.written, key, valid)
         self.prototypes.copy_(ema_update(self.prototypes, z, label, used * valid, self.options.prototype_momentum))
         for memory, value in zip((self.label, self.kept, self.used, self.score), (label, kept, used, score)):
             change = (value.to(memory.dtype) - memory[index]) * valid.to(memory.dtype)
             memory.index_add_(0, index, change)
 
-    # -- what it says ----------------------------------------------------------------------------------------
+    # -- evaluation ------------------------------------------------------------------------------------------
 
     def scores(self, images: Tensor) -> dict[str, Tensor]:
         z, logits = self.eval_forward(images)
@@ -200,7 +204,7 @@ def queue_contrastive(
     temperature: float,
     world: World,
 ) -> Tensor:
-    """Tell the key of the same picture from those in the queue, as far as it is filled."""
+    """Find the key of the same sample among those in the filled part of the queue."""
     empty = torch.arange(len(queue_QD), device=queue_QD.device) >= written
     others = (z_BD @ queue_QD.T).masked_fill(empty, -torch.inf)
     logits = torch.cat([(z_BD * key_BD).sum(1, keepdim=True), others], 1) / temperature
@@ -210,18 +214,18 @@ def queue_contrastive(
 
 
 def enqueue(queue: Tensor, written: Tensor, key_GD: Tensor, valid_G: Tensor) -> None:
-    """Write the valid keys over the oldest ones. Rows that stand for nothing go to the queue's last row."""
-    size, real = len(queue) - 1, valid_G > 0
-    place = (written + real.cumsum(0) - 1) % size
-    queue.index_copy_(0, torch.where(real, place, size), key_GD.to(queue.dtype))
+    """Write the valid keys over the oldest ones. Keys of padding rows go to the last row of the queue."""
+    size, valid = len(queue) - 1, valid_G > 0
+    position = (written + valid.cumsum(0) - 1) % size
+    queue.index_copy_(0, torch.where(valid, position, size), key_GD.to(queue.dtype))
     queue[size] = 0
-    written += real.sum()
+    written += valid.sum()
 
 
 def ema_update(prototypes_KD: Tensor, z_GD: Tensor, label_G: Tensor, weight_G: Tensor, momentum: float) -> Tensor:
-    """(K,D) unit prototypes after each sample of weight 1, in order, has moved that of its label.
+    """(K,D) unit prototypes after an update by each sample of weight 1, in order.
 
-    In closed form: a sample's part is (1 - m) m^(samples of the class after it).
+    In closed form: the coefficient of a sample is (1 - m) m^(samples of its class after it).
     """
     counts = (weight_G > 0)[:, None] & (label_G[:, None] == label_G)  # (G,G) by later sample (rows), earlier (columns)
     after = counts.tril(-1).sum(0)

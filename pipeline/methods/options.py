@@ -1,22 +1,18 @@
-"""The options of every method, and where its code is. No torch here: a wrong option is refused before anything loads.
+"""The options of every method, and where its code is. No torch here: a wrong option is refused before torch is imported.
 
 To add a method: one file beside this one, one block here, one test.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from shards.base.settings import NoEffect, Settings
 
-if TYPE_CHECKING:
-    from pipeline.methods.base import Method
-
 Fraction = Annotated[float, Field(ge=0, le=1)]
-BelowOne = Annotated[float, Field(ge=0, lt=1)]  # a bound that certainty passes
+BelowOne = Annotated[float, Field(ge=0, lt=1)]  # so that probability 1 is above the bound
 
 
 class CrossEntropyOptions(Settings):
@@ -38,8 +34,8 @@ class PrototypicalOptions(Settings):
     weighted_ce: bool = Field(True, description="after cleaning starts, weight the cross-entropy and use refined labels")
     temperature: PositiveFloat = Field(0.3, description="of all cosine softmaxes, cleaning included")
     warmup_steps: NonNegativeInt = Field(101, description="steps of cross-entropy before epoch 0, at most one pass over the data")
-    cleaning_start: Fraction = Field(0.1, description="part of the training before labels are doubted")
-    threshold: Literal["exponential", "linear", "fixed", "transfer"] = Field("transfer", description="course of the threshold; transfer derives start and growth from classes and epochs")
+    cleaning_start: Fraction = Field(0.1, description="part of the training before labels are cleaned")
+    threshold: Literal["exponential", "linear", "fixed", "transfer"] = Field("transfer", description="schedule of the threshold; transfer derives start and growth from classes and epochs")
     threshold_start: PositiveFloat = Field(0.1, description="threshold at epoch 0 (not for transfer)")
     threshold_growth: PositiveFloat = Field(1.005, description="exponential: factor per epoch")
     threshold_end: PositiveFloat = Field(0.3, description="linear: value after the last epoch")
@@ -58,7 +54,7 @@ class PrototypicalOptions(Settings):
 
 
 class LDAMOptions(Settings):
-    """Label-distribution-aware margins: rarer classes must win by more."""
+    """Label-distribution-aware margins: larger margins for rarer classes."""
 
     code: ClassVar[str] = "ldam:LDAM"
     name: Literal["ldam"] = "ldam"
@@ -93,7 +89,7 @@ class NCMOptions(CrossEntropyOptions):
 
 
 class CoTeachingOptions(Settings):
-    """Two networks, each trained on what its peer finds easy."""
+    """Two networks, each trained on the samples of small loss of the other."""
 
     code: ClassVar[str] = "coteaching:CoTeaching"
     name: Literal["coteaching"] = "coteaching"
@@ -102,22 +98,22 @@ class CoTeachingOptions(Settings):
 
 
 class MentorNetOptions(Settings):
-    """MentorNet with its predefined curriculum, as the closed-form rule the mentor is taught."""
+    """MentorNet with its predefined curriculum, as a rule in closed form."""
 
     code: ClassVar[str] = "mentornet:MentorNet"
     name: Literal["mentornet"] = "mentornet"
-    percentile: Fraction = Field(0.75, description="of a batch's losses; the moving one is where trust ends")
+    percentile: Fraction = Field(0.75, description="of a batch's losses; samples above its moving average are left out")
     decay: Fraction = Field(0.5, description="of the moving percentile")
     burn_in: Fraction = Field(0.18, description="part of the training in which all weights are 1")
     soft_start: Fraction = Field(0.9, description="part after which weights fall linearly beyond the percentile instead of at once")
     soft_width: PositiveFloat = Field(1.0, description="loss beyond the percentile at which such a weight is zero")
-    dropout: Fraction = Field(0.5, description="chance that a sample is left out of a step, early")
+    dropout: Fraction = Field(0.5, description="probability that a sample is left out of a step, early")
     dropout_part: Fraction = Field(0.17, description="part of the training that is early")
-    dropout_late: Fraction = Field(0.05, description="that chance afterwards")
+    dropout_late: Fraction = Field(0.05, description="that probability afterwards")
 
 
 class ELROptions(Settings):
-    """Early-learning regularisation: stay with what was predicted before the wrong labels were memorised."""
+    """Early-learning regularisation: stay close to the predictions made before wrong labels were memorised."""
 
     code: ClassVar[str] = "elr:ELR"
     name: Literal["elr"] = "elr"
@@ -126,7 +122,7 @@ class ELROptions(Settings):
 
 
 class ELRPlusOptions(ELROptions):
-    """ELR with two networks that remember for each other, averaged weights and mixup."""
+    """ELR with two networks that keep the memory for each other, averaged weights and mixup."""
 
     code: ClassVar[str] = "elr:ELRPlus"
     name: Literal["elr_plus"] = "elr_plus"  # type: ignore[assignment]
@@ -156,22 +152,22 @@ class AUMOptions(Settings):
     code: ClassVar[str] = "aum:AUM"
     name: Literal["aum"] = "aum"
     probe_part: Fraction = Field(0.5, description="length of each of the two measuring runs, as a part of train.epochs; at least one epoch")
-    percentile: Fraction = Field(0.99, description="of the mislabelled samples' margins; whoever lies below is left out")
+    percentile: Fraction = Field(0.99, description="of the mislabelled samples' margins; samples below it are left out")
 
 
 class DivideMixOptions(Settings):
-    """Two networks; a mixture over one's losses tells the other which labels to keep, the rest is semi-supervised."""
+    """Two networks; a mixture over the losses of one selects the labels the other keeps, the rest is semi-supervised."""
 
     code: ClassVar[str] = "dividemix:DivideMix"
     name: Literal["dividemix"] = "dividemix"
     warmup: Fraction = Field(0.167, description="part of the training by cross-entropy alone")
     warmup_batch: PositiveInt = Field(2, description="batch of the warm-up, in multiples of data.batch")
-    threshold: BelowOne = Field(0.5, description="a label is kept when its chance to be right is above this")
+    threshold: BelowOne = Field(0.5, description="a label is kept when its probability to be right is above this")
     sharpening: PositiveFloat = Field(0.5, description="temperature of guessed labels; 1 leaves them as they are")
     mixup: NonNegativeFloat = Field(4.0, description="Beta(a,a) of the mixing; 0 = no mixing")
-    unlabelled: NonNegativeFloat = Field(25.0, description="weight of the loss on samples without a label; 0 = they only serve as mixing partners")
+    unlabelled: NonNegativeFloat = Field(25.0, description="weight of the loss on samples without a label; 0 = they are mixing partners only")
     unlabelled_ramp: Fraction = Field(0.053, description="part of the training in which that weight rises from zero, after the warm-up")
-    penalty: NonNegativeFloat = Field(1.0, description="weight of the pull of the mean prediction towards the uniform one")
+    penalty: NonNegativeFloat = Field(1.0, description="weight of the penalty on a mean prediction that is not uniform")
     loss_epochs: PositiveInt = Field(1, description="epochs whose losses are averaged before the mixture is fitted (5 for very noisy labels)")
 
 
@@ -180,7 +176,7 @@ class RoLTOptions(DivideMixOptions):
 
     code: ClassVar[str] = "rolt:RoLT"
     name: Literal["rolt"] = "rolt"  # type: ignore[assignment]
-    loss_epochs: Literal[1] = Field(1, description="no losses are averaged here")  # type: ignore[assignment]
+    loss_epochs: Literal[1] = Field(1, description="no losses are averaged here")
     reweight_start: Fraction = Field(1.0, description="part of the training after which classes are weighted by effective number; 1 = never")
     beta: Fraction = Field(0.9999, description="of the effective number of samples (1 - beta^n) / (1 - beta)")
 
@@ -204,8 +200,8 @@ class RRLOptions(Settings):
     name: Literal["rrl"] = "rrl"
     temperature: PositiveFloat = Field(0.3, description="of all cosine softmaxes and of the neighbours' weights")
     warmup_steps: NonNegativeInt = Field(101, description="steps of cross-entropy before epoch 0, at most one pass over the data")
-    cleaning_start: Fraction = Field(0.025, description="part of the training before labels are doubted")
-    neighbours: PositiveInt = Field(200, description="how many neighbours speak for a sample (all others, if there are fewer)")
+    cleaning_start: Fraction = Field(0.025, description="part of the training before labels are cleaned")
+    neighbours: PositiveInt = Field(200, description="number of neighbours per sample (all others, if there are fewer)")
     keep_above: Fraction = Field(0.1, description="a given label is kept when its score is above this")
     use_above: BelowOne = Field(0.9, description="a sample has a label at all when its largest score is above this")
     contrastive: NonNegativeFloat = Field(1.0, description="weight of the instance contrastive loss")
@@ -239,10 +235,5 @@ MethodOptions = Annotated[CrossEntropyOptions | PrototypicalOptions | LDAMOption
 
 
 def options_of(name: str) -> type[Settings]:
-    return next(o for o in get_args(get_args(MethodOptions)[0]) if o.model_fields["name"].default == name)
-
-
-def load_method(name: str) -> type[Method]:
-    """The class that implements a method; this is where torch comes in."""
-    module, _, cls = options_of(name).code.partition(":")  # type: ignore[attr-defined]
-    return getattr(import_module(f"pipeline.methods.{module}"), cls)
+    every: tuple[type[Settings], ...] = get_args(get_args(MethodOptions)[0])
+    return next(options for options in every if options.model_fields["name"].default == name)

@@ -1,4 +1,4 @@
-"""What methods share whose network also puts pictures on the unit sphere, where class prototypes lie.
+"""The base class of methods that compare embeddings on the unit sphere with class prototypes.
 
 B rows on this rank, K classes, D embedding width.
 """
@@ -19,7 +19,7 @@ from pipeline.methods.base import OneNetwork, Options
 from pipeline.methods.parts.losses import prototype_logits, soft_cross_entropy
 from pipeline.methods.parts.mixup import mix, mixup_lambda, mixup_partners
 
-MIX_COEFFICIENT, MIX_PARTNER = 1, 2  # purposes of random numbers
+MIXUP_LAMBDA, MIXUP_PARTNERS = 1, 2  # purposes of random numbers
 
 
 class PrototypeMethod(OneNetwork[Options]):
@@ -32,7 +32,7 @@ class PrototypeMethod(OneNetwork[Options]):
         self.register_buffer("prototypes", torch.zeros(data.classes, config.model.embedding))
 
     def eval_forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """(B,D) embeddings and (B,K) logits of the linear head, by the network that judges."""
+        """(B,D) embeddings and (B,K) logits of the linear head, by `eval_network`."""
         features, logits = self.eval_network(images)
         return self.eval_network.embed(features), logits
 
@@ -42,19 +42,19 @@ class PrototypeMethod(OneNetwork[Options]):
     def prototype_loss(
         self, batch: Batch, label: Tensor, weight: Tensor, views: Sequence[str], mixup: float, temperature: float
     ) -> Tensor:
-        """L_pc (paper eq. 3): mixed pictures towards the mixture of their prototypes; mixup 0 leaves them as they are.
+        """L_pc (paper eq. 3): mixed images against mixed labels, by prototypes; with mixup 0 they are not mixed.
 
-        Samples of weight zero neither learn nor lend their picture.
+        Samples of weight zero do not count, and others are not mixed with them.
         """
         images = torch.cat([batch.views[view] for view in views])
         target = F.one_hot(label, self.data.classes).float().repeat(len(views), 1)
         weights = weight.repeat(len(views))
         if mixup:
-            lam = mixup_lambda(batch, mixup, MIX_COEFFICIENT)
-            partner = mixup_partners(replace(batch, valid=weight), len(views), MIX_PARTNER)
+            lam = mixup_lambda(batch, mixup, MIXUP_LAMBDA)
+            partner = mixup_partners(replace(batch, valid=weight), len(views), MIXUP_PARTNERS)
             images, target, weights = (mix(v, partner, lam) for v in (images, target, weights))
         z = self.network.embed(self.network(images)[0])
         return soft_cross_entropy(prototype_logits(z, self.prototypes, temperature), target, weights, self.world)
 
 
-VIEWS = {"both": ("weak", "strong"), "weak": ("weak",)}  # what `mixup_views` stands for
+VIEWS = {"both": ("weak", "strong"), "weak": ("weak",)}  # by the option `mixup_views`

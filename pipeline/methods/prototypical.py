@@ -1,6 +1,6 @@
 """The Prototypical Classifier (arXiv 2110.11553), on any number of ranks.
 
-Each epoch: look at every training sample (survey) -> prototypes -> threshold -> refined labels and weights -> train with
+Each epoch: survey of all training samples -> prototypes -> threshold -> refined labels and weights -> train with
     L = ce * L_ce + contrastive * L_cc + prototype(e) * L_pc.
 B rows on this rank, K classes, D embedding width, N training samples.
 """
@@ -19,6 +19,7 @@ from pipeline.methods.base import Beliefs, Stage
 from pipeline.methods.options import PrototypicalOptions
 from pipeline.methods.parts import cleaning
 from pipeline.methods.parts.losses import cross_entropy, given_confidence, instance_contrastive, prototype_logits
+from pipeline.methods.parts.nearest_neighbors import nearest_neighbors
 from pipeline.methods.parts.prototypes import class_prototypes
 from pipeline.methods.parts.survey import Survey
 from pipeline.methods.prototype_method import VIEWS, PrototypeMethod
@@ -30,14 +31,14 @@ PRESETS = {
 }
 
 
-def resolve(options: PrototypicalOptions) -> PrototypicalOptions:
-    """The switches that were left open, as the preset says."""
+def apply_preset(options: PrototypicalOptions) -> PrototypicalOptions:
+    """The options with the preset's values where they are not set."""
     chosen = {key: value for key, value in PRESETS[options.preset].items() if getattr(options, key) in ("preset", None)}
     return options.model_copy(update=chosen)
 
 
 class Prototypical(PrototypeMethod[PrototypicalOptions]):
-    """`prototypes`, of the epoch's start, teach; `current` ones judge."""
+    """`prototypes`, of the epoch's start, are trained with; `current` ones are evaluated."""
 
     current: Tensor  # (K,D) of the network as it is now
     weight: Tensor  # (N,) float32
@@ -47,7 +48,7 @@ class Prototypical(PrototypeMethod[PrototypicalOptions]):
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__(config, data, world)
-        self.options = resolve(self.options)
+        self.options = apply_preset(self.options)
         K, D, N = data.classes, config.model.embedding, len(data)
         self.register_buffer("current", torch.zeros(K, D))
         self.register_buffer("weight", torch.ones(N))
@@ -64,10 +65,12 @@ class Prototypical(PrototypeMethod[PrototypicalOptions]):
         warmup = Stage(
             "warm-up", steps=self.options.warmup_steps, constant_lr=True, trainable=("network.backbone", "network.head")
         )
-        learns = ("network.backbone", "network.projector") + (("network.head",) if self.options.cross_entropy else ())
-        return [warmup, Stage("train", epochs=self.config.train.epochs, fresh_optimizer=False, trainable=learns)]
+        trainable = ("network.backbone", "network.projector") + (
+            ("network.head",) if self.options.cross_entropy else ()
+        )
+        return [warmup, Stage("train", epochs=self.config.train.epochs, fresh_optimizer=False, trainable=trainable)]
 
-    # -- what is believed -----------------------------------------------------------------------------------------------
+    # -- beliefs --------------------------------------------------------------------------------------------------------
 
     @property
     def cleaning_now(self) -> bool:
@@ -95,8 +98,8 @@ class Prototypical(PrototypeMethod[PrototypicalOptions]):
         self.prototypes.copy_(self._prototypes_of(survey))
         given = self.data.labels(survey.index)
         part = cleaning.refine_all(survey["z"], given, self.prototypes, self.threshold, self.options)
-        others = {"linear": survey.everywhere(survey["linear"])}
-        self.survey_beliefs = Beliefs(score=survey.everywhere(part.score), other_scores=others, basis=basis)
+        others = {"linear": survey.all_gather(survey["linear"])}
+        self.survey_beliefs = Beliefs(score=survey.all_gather(part.score), other_scores=others, basis=basis)
         if self.cleaning_now:
             self._update_beliefs(part, survey)
 
@@ -111,22 +114,22 @@ class Prototypical(PrototypeMethod[PrototypicalOptions]):
         return torch.from_numpy(self.data.given).to(self.weight.device)
 
     def _prototypes_of(self, survey: Survey) -> Tensor:
-        """Weighted by the weights of the last cleaning, which are all 1 before the first."""
+        """(K,D) with the weights of the last cleaning; before the first they are all 1."""
         label = self._prototype_labels()[survey.index].long()
         out, empty = class_prototypes(survey["z"], label, self.weight[survey.index], self.prototypes, self.world)
         self.empty_classes = int(empty.sum())
         return out
 
     def _update_beliefs(self, part: cleaning.Cleaned, survey: Survey) -> None:
-        """What this rank found about its part becomes everybody's belief."""
-        self.refined.copy_(survey.everywhere(part.label.int()))  # gloo cannot send int16
-        self.clean.copy_(survey.everywhere(part.clean.to(torch.uint8)).bool())
+        """Gather the cleaning of all ranks into the buffers."""
+        self.refined.copy_(survey.all_gather(part.label.int()))  # gloo cannot send int16
+        self.clean.copy_(survey.all_gather(part.clean.to(torch.uint8)).bool())
         if self.options.neighbour_rule and self.options.relabel_weight != "one":
-            everybody = survey.everywhere(survey["z"])
-            nearest = cleaning.nearest_other(survey["z"], survey.index, everybody, self.options.neighbour_block)
-            differs = self.refined[nearest] != self.refined[survey.index]
+            bank, block = survey.all_gather(survey["z"]), self.options.neighbour_block
+            _, nearest = nearest_neighbors(survey["z"], bank, 1, survey.index, block, 8 * block)
+            differs = self.refined[nearest[:, 0]] != self.refined[survey.index]
             part.weight = torch.where(differs, part.weight / 2, part.weight)
-        self.weight.copy_(survey.everywhere(part.weight))
+        self.weight.copy_(survey.all_gather(part.weight))
         self.flagged += (~self.clean & (self.flagged < 255)).to(torch.uint8)
 
     @property
@@ -139,7 +142,7 @@ class Prototypical(PrototypeMethod[PrototypicalOptions]):
         label = self.refined.long()
         return replace(self.survey_beliefs, weight=self.weight, label=label, clean=self.clean, extra=extra)
 
-    # -- how it is trained ----------------------------------------------------------------------------------------------
+    # -- training -------------------------------------------------------------------------------------------------------
 
     def passes(self) -> list[Pass]:
         if self.stage == WARMUP:
@@ -156,7 +159,7 @@ class Prototypical(PrototypeMethod[PrototypicalOptions]):
         return min(1 + self.epoch * (top - 1) / ramp, top) if ramp else top
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        """Three passes through the network, each with batch statistics of its own: weak, strong, mixed."""
+        """Three passes through the network, each with its own batch statistics: weak, strong, mixed."""
         weak = batch.views["weak"]
         features, logits = self.network(weak)
         if self.stage == WARMUP:
@@ -185,7 +188,7 @@ class Prototypical(PrototypeMethod[PrototypicalOptions]):
         )
         return {"loss": loss, **parts}
 
-    # -- what it says ---------------------------------------------------------------------------------------------------
+    # -- evaluation -----------------------------------------------------------------------------------------------------
 
     def scores(self, images: Tensor) -> dict[str, Tensor]:
         (z, logits), T = self.eval_forward(images), self.options.temperature

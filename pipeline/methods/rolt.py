@@ -1,7 +1,7 @@
 """RoLT+ (Wei et al., 2021): DivideMix that divides each class by the distance of its samples to the centroid.
 
-Losses are larger in the tail whether its labels are right or wrong; distances inside a class are compared
-only with each other. n rows of the survey on this rank, N in all, K classes, D features.
+Losses of rare classes are large whether their labels are right or wrong. Here distances are compared inside a class
+only. n rows of the survey on this rank, N in all, K classes, D features.
 """
 
 from __future__ import annotations
@@ -39,18 +39,17 @@ class RoLT(DivideMix):
         return {f"features{n}": features[n] for n in range(2)} | self.votes_and_losses(list(logits), given)
 
     def divide(self, survey: Survey) -> list[np.ndarray]:
-        return [self.divide_by(n, survey) for n in range(2)]
+        return [self.divide_by_network(n, survey) for n in range(2)]
 
-    def divide_by(self, n: int, survey: Survey) -> np.ndarray:
-        """(N,) belief of one network: centroids of all, who is near, their centroids, who is near now."""
+    def divide_by_network(self, n: int, survey: Survey) -> np.ndarray:
+        """(N,) belief of one network: centroids of all samples, the near ones, centroids of these, the near ones of these."""
         rows, given = self.normalize_features(survey[f"features{n}"]), self.data.labels(survey.index)
-        everybody = torch.ones_like(rows[:, 0])
-        belief = self.clean_probability(survey, rows, self.centroids(rows, given, everybody)[0])
+        belief = self.clean_probability(survey, rows, self.centroids(rows, given, torch.ones_like(rows[:, 0]))[0])
         trusted = torch.from_numpy(belief > 0.5).to(rows)[survey.index]
         return self.clean_probability(survey, rows, self.centroids(rows, given, trusted)[0])
 
     def normalize_features(self, features: Tensor) -> Tensor:
-        """(n,D) features seen from the mean of the training set, at length one."""
+        """(n,D) features minus the mean of the training set, normalised to unit length."""
         centre = self.world.all_reduce_sum(features.double().sum(0)) / len(self.data)
         return normalize_features(features, centre.float())
 
@@ -59,14 +58,14 @@ class RoLT(DivideMix):
 
         A class whose rows all have weight zero takes the mean of all of them.
         """
-        K, everybody = self.data.classes, torch.ones_like(weight)
-        sums = self.world.all_reduce_sum(torch.stack([class_sums(rows, given, w, K) for w in (weight, everybody)]))
+        K, ones = self.data.classes, torch.ones_like(weight)
+        sums = self.world.all_reduce_sum(torch.stack([class_sums(rows, given, w, K) for w in (weight, ones)]))
         chosen = torch.where(sums[0, :, -1:] > 0, sums[0], sums[1])
         return chosen[:, :-1] / chosen[:, -1:].clamp_min(1e-12), sums[0, :, -1]
 
     def clean_probability(self, survey: Survey, rows: Tensor, centroids: Tensor) -> np.ndarray:
-        """(N,) chance to belong to the nearer half of the own class."""
-        similarity = survey.everywhere(negative_distance(rows, centroids[self.data.labels(survey.index)])).cpu().numpy()
+        """(N,) probability to belong to the nearer component of the own class."""
+        similarity = survey.all_gather(negative_distance(rows, centroids[self.data.labels(survey.index)])).cpu().numpy()
         given, K = self.data.given, self.data.classes
         return self.on_main_rank(lambda: posterior_by_class(similarity, given, K, "large", FIT))
 

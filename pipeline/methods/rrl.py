@@ -1,4 +1,4 @@
-"""RRL (Li et al., ICCV 2021): learn the representation, let neighbours in it correct the labels.
+"""RRL (Li et al., ICCV 2021): neighbours in the embedding correct the labels.
 
 Each epoch: survey -> soft labels from neighbours and classifier -> prototypes of samples with a label ->
     L = L_ce + contrastive * L_cc + prototype(e) * L_pc + reconstruction * L_rec.
@@ -17,6 +17,7 @@ from pipeline.distributed.world import World
 from pipeline.methods.base import Beliefs, Stage
 from pipeline.methods.options import RRLOptions
 from pipeline.methods.parts.losses import cross_entropy, instance_contrastive
+from pipeline.methods.parts.nearest_neighbors import nearest_neighbors
 from pipeline.methods.parts.prototypes import class_prototypes
 from pipeline.methods.parts.survey import Survey
 from pipeline.methods.prototype_method import VIEWS, PrototypeMethod
@@ -47,15 +48,15 @@ class RRL(PrototypeMethod[RRLOptions]):
         self.given_score: Tensor | None = None
 
     def stages(self) -> list[Stage]:
-        coding = ("network.projector", "decoder") if self.options.reconstruction else ()
-        warmup = ("network.backbone", "network.head", *coding)
-        learns = ("network.", *coding)
+        reconstruction = ("network.projector", "decoder") if self.options.reconstruction else ()
+        warmup = ("network.backbone", "network.head", *reconstruction)
+        trainable = ("network.", *reconstruction)
         return [
             Stage("warm-up", steps=self.options.warmup_steps, constant_lr=True, trainable=warmup),
-            Stage("train", epochs=self.config.train.epochs, fresh_optimizer=False, trainable=learns),
+            Stage("train", epochs=self.config.train.epochs, fresh_optimizer=False, trainable=trainable),
         ]
 
-    # -- what is believed ------------------------------------------------------------------------------------
+    # -- beliefs ---------------------------------------------------------------------------------------------
 
     @property
     def first_cleaning(self) -> int:
@@ -77,37 +78,37 @@ class RRL(PrototypeMethod[RRLOptions]):
     def begin_epoch(self, survey: Survey | None) -> None:
         if survey is None:
             return
-        self.bank.copy_(survey.everywhere(survey["z"]))
+        self.bank.copy_(survey.all_gather(survey["z"]))
         if self.cleaning_now:
-            self._clean(survey)
+            self._clean_labels(survey)
         label, weight = self.hard[survey.index].long(), self.used[survey.index]
         self.prototypes.copy_(class_prototypes(survey["z"], label, weight, self.prototypes, self.world)[0])
 
     def end_epoch(self, survey: Survey | None) -> None:
         if survey is not None:
-            self.bank.copy_(survey.everywhere(survey["z"]))
+            self.bank.copy_(survey.all_gather(survey["z"]))
 
-    def _clean(self, survey: Survey) -> None:
+    def _clean_labels(self, survey: Survey) -> None:
         """Half of a soft label comes from the neighbours' soft labels, half from the classifier."""
         given = self.data.labels(survey.index)
-        said = survey["linear"].softmax(1)
+        classifier = survey["linear"].softmax(1)
         if self.epoch == self.first_cleaning:  # neighbours need soft labels to start from
-            self.soft.copy_(survey.everywhere(self._keep_given(said, given)[0]))
-        near = knn_label_distribution(
+            self.soft.copy_(survey.all_gather(self._keep_given(classifier, given)[0]))
+        neighbours = knn_label_distribution(
             survey["z"], self.bank, self.soft, self.options.neighbours, self.options.temperature,
             self.options.neighbour_block, survey.index,
         )  # fmt: skip
-        mixed = (near + said) / 2
+        mixed = (neighbours + classifier) / 2
         soft, kept = self._keep_given(mixed, given)
         top, hard = soft.max(1)
-        self.soft.copy_(survey.everywhere(soft))
-        self.hard.copy_(survey.everywhere(hard.int()))  # gloo and NCCL know no int16
-        self.kept.copy_(survey.everywhere(kept.to(torch.uint8)).bool())
-        self.used.copy_(survey.everywhere((top > self.options.use_above).float()))
-        self.given_score = survey.everywhere(mixed.gather(1, given[:, None])[:, 0])
+        self.soft.copy_(survey.all_gather(soft))
+        self.hard.copy_(survey.all_gather(hard.int()))  # gloo and NCCL have no int16
+        self.kept.copy_(survey.all_gather(kept.to(torch.uint8)).bool())
+        self.used.copy_(survey.all_gather((top > self.options.use_above).float()))
+        self.given_score = survey.all_gather(mixed.gather(1, given[:, None])[:, 0])
 
     def _keep_given(self, soft_nK: Tensor, given_n: Tensor) -> tuple[Tensor, Tensor]:
-        """Soft labels, one-hot where the given label scores well enough to be kept; and where that is."""
+        """Soft labels, one-hot where the given label is kept; and (n,) bool: where it is kept."""
         kept = soft_nK.gather(1, given_n[:, None])[:, 0] > self.options.keep_above
         return torch.where(kept[:, None], F.one_hot(given_n, soft_nK.shape[1]).to(soft_nK), soft_nK), kept
 
@@ -118,7 +119,7 @@ class RRL(PrototypeMethod[RRLOptions]):
         label = self.hard.long()
         return Beliefs(self.used, label, self.kept, self.given_score, basis=(label, self.used))
 
-    # -- how it is trained -----------------------------------------------------------------------------------
+    # -- training --------------------------------------------------------------------------------------------
 
     def passes(self) -> list[Pass]:
         views = ("weak",) if self.stage == WARMUP else ("weak", "strong")
@@ -130,13 +131,13 @@ class RRL(PrototypeMethod[RRLOptions]):
         return min(1 + self.epoch * (top - 1) / ramp, top) if ramp else top
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        """Before cleaning all beliefs are those of the given labels, so one formula serves."""
+        """Before cleaning `hard` and `used` are those of the given labels."""
         label, weight = self.hard[batch.index].long(), batch.valid * self.used[batch.index]
         features, logits = self.network(batch.views["weak"])
         parts = {"ce": cross_entropy(logits, label, weight, self.world)}
-        z, parts["rec"] = self._code(features, batch)
+        z, parts["rec"] = self._embed_and_reconstruct(features, batch)
         if self.stage == MAIN:
-            z_strong, error = self._code(self.network(batch.views["strong"])[0], batch)
+            z_strong, error = self._embed_and_reconstruct(self.network(batch.views["strong"])[0], batch)
             parts["rec"] = parts["rec"] + error
             parts["cc"] = instance_contrastive(
                 z, z_strong, batch.valid, self.options.temperature, self.world, batch.rows
@@ -151,20 +152,20 @@ class RRL(PrototypeMethod[RRLOptions]):
         )
         return {"loss": loss, **parts}
 
-    def _code(self, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(B,D) unit embeddings, and how badly the features can be told from them."""
+    def _embed_and_reconstruct(self, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(B,D) unit embeddings, and the error of reconstructing the features from them."""
         assert self.network.projector is not None
         if not self.options.reconstruction:
             return self.network.embed(features), features.new_zeros(())
         code = self.network.projector(features)
         return unit(code), reconstruction_error(self.decoder(code), features, batch.valid, self.world)
 
-    # -- what it says ----------------------------------------------------------------------------------------
+    # -- evaluation ------------------------------------------------------------------------------------------
 
     def scores(self, images: Tensor) -> dict[str, Tensor]:
         (z, logits), o = self.eval_forward(images), self.options
-        near = knn_label_distribution(z, self.bank, self.soft, o.neighbours, o.temperature, o.neighbour_block)
-        return {"linear": logits.float(), "neighbours": near.clamp_min(1e-8).log()}
+        neighbours = knn_label_distribution(z, self.bank, self.soft, o.neighbours, o.temperature, o.neighbour_block)
+        return {"linear": logits.float(), "neighbours": neighbours.clamp_min(1e-8).log()}
 
 
 @full_precision
@@ -184,15 +185,13 @@ def knn_label_distribution(
 ) -> Tensor:
     """(n,K) mean soft label of the k nearest of the bank, weighted by exp(cosine / temperature).
 
-    `own_n` says which row of the bank is the sample itself, which does not count. Memory: block x (N + k*K).
+    `own_n` is the bank index of the sample itself, which does not count. Memory: block x (N + k*K).
     """
     k = min(k, len(bank_ND) - (own_n is not None))
     out = soft_NK.new_zeros(len(z_nD), soft_NK.shape[1])
     for start in range(0, len(z_nD) if k else 0, block):
         rows = slice(start, start + block)
-        cosine = z_nD[rows] @ bank_ND.T
-        if own_n is not None:
-            cosine.scatter_(1, own_n[rows, None], -torch.inf)
-        near, place = cosine.topk(k, 1)
-        out[rows] = ((near / temperature).softmax(1)[:, :, None] * soft_NK[place]).sum(1)
+        own = None if own_n is None else own_n[rows]
+        cosine, neighbor = nearest_neighbors(z_nD[rows], bank_ND, k, own, block)
+        out[rows] = ((cosine / temperature).softmax(1)[:, :, None] * soft_NK[neighbor]).sum(1)
     return out

@@ -1,7 +1,7 @@
 """SFA (Li et al., IJCAI 2023): RoLT+ with centroids averaged over epochs and a second, balanced classifier.
 
-The balanced classifier says who counts for a centroid; the centroids of large classes are drawn from the
-Gaussian their averages span. n rows of the survey on this rank, N in all, K classes, D features.
+The balanced classifier selects the samples of a centroid; the centroids of large classes are drawn from the Gaussian
+of their averages. n rows of the survey on this rank, N in all, K classes, D features.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipeline.methods.rolt import RoLT
 from pipeline.models.network import Average
 from pipeline.models.precision import full_precision
 
-CENTROIDS = 3  # purpose of random numbers
+CENTROID_NOISE = 3  # purpose of random numbers
 
 
 class SFA(RoLT):
@@ -29,7 +29,7 @@ class SFA(RoLT):
     counts: Tensor  # (2,K) labels each network trusts, by class
     mean: Tensor  # (2,K,D) float64: moving average of the centroids, by network
     square: Tensor  # (2,K,D) float64: of their squares
-    averaged: Tensor  # bool: whether there is an average yet
+    averaged: Tensor  # bool: whether `mean` and `square` are set
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__(config, data, world)
@@ -41,7 +41,7 @@ class SFA(RoLT):
         self.register_buffer("square", torch.zeros(2, K, D, dtype=torch.float64))
         self.register_buffer("averaged", torch.zeros((), dtype=torch.bool))
 
-    # -- what is believed ------------------------------------------------------------------------------------
+    # -- beliefs ---------------------------------------------------------------------------------------------
 
     def survey_outputs(self, images: Tensor, given: Tensor) -> dict[str, Tensor]:
         out = super().survey_outputs(images, given)
@@ -63,28 +63,28 @@ class SFA(RoLT):
     def candidate_threshold(self) -> float:
         """Confidence in the given label from which a sample counts for its centroid; it grows."""
         done = (self.epoch + 1) / self.config.train.epochs
-        return self.options.candidate_growth**done / self.data.classes
+        return float(self.options.candidate_growth**done / self.data.classes)
 
-    def divide_by(self, n: int, survey: Survey) -> np.ndarray:
+    def divide_by_network(self, n: int, survey: Survey) -> np.ndarray:
         rows, given = self.normalize_features(survey[f"features{n}"]), self.data.labels(survey.index)
         candidates = (survey[f"balanced{n}"] > self.candidate_threshold).to(rows)
         fresh, count = self.centroids(rows, given, candidates)
         keep = self.options.averaging if self.averaged else 0.0
         self.mean[n].lerp_(fresh, 1 - keep)
         self.square[n].lerp_(fresh.square(), 1 - keep)
-        return self.clean_probability(survey, rows, self._drawn(n, count > self.options.sampled_above))
+        return self.clean_probability(survey, rows, self._draw_centroids(n, count > self.options.sampled_above))
 
-    def _drawn(self, n: int, large: Tensor) -> Tensor:
+    def _draw_centroids(self, n: int, large: Tensor) -> Tensor:
         """(K,D) the average, or for large classes a draw from the Gaussian of mean and square."""
         spread = (self.square[n] - self.mean[n].square()).clamp_min(0).sqrt()
-        noise = keyed_generator(self.data.seed, self.order_key(), n, CENTROIDS).standard_normal(spread.shape)
+        noise = keyed_generator(self.data.seed, self.order_key(), n, CENTROID_NOISE).standard_normal(spread.shape)
         return self.mean[n] + large[:, None] * spread * torch.from_numpy(noise).to(spread)
 
     def balanced_eval_head(self, n: int) -> nn.Module:
         heads = self.balanced if self.balanced_average is None else self.balanced_average.network
-        return heads[n]  # type: ignore[index]
+        return heads[n]
 
-    # -- how it is trained -----------------------------------------------------------------------------------
+    # -- training --------------------------------------------------------------------------------------------
 
     def trained_parameters(self, n: int) -> tuple[str, ...]:
         return (f"networks.{n}.", f"balanced.{n}.")
@@ -111,20 +111,20 @@ class SFA(RoLT):
         named = {f"balanced_{name}": value for name, value in parts.items()}
         return {**losses, **named, "loss": losses["loss"] + loss}
 
-    # -- what it says ----------------------------------------------------------------------------------------
+    # -- evaluation ------------------------------------------------------------------------------------------
 
     def scores(self, images: Tensor) -> dict[str, Tensor]:
-        """Both classifiers of both networks count; each kind beside it."""
-        said = [self.eval_network(n)(images) for n in range(2)]
-        linear = torch.stack([logits.float() for _, logits in said]).mean(0)
-        balanced = torch.stack([self.balanced_eval_head(n)(said[n][0]).float() for n in range(2)]).mean(0)
+        """First the mean of both classifiers of both networks, then each kind."""
+        outputs = [self.eval_network(n)(images) for n in range(2)]
+        linear = torch.stack([logits.float() for _, logits in outputs]).mean(0)
+        balanced = torch.stack([self.balanced_eval_head(n)(outputs[n][0]).float() for n in range(2)]).mean(0)
         return {"both": (linear + balanced) / 2, "linear": linear, "balanced": balanced}
 
 
 @full_precision
 def balanced_softmax_logits(logits_BK: Tensor, counts_K: Tensor) -> Tensor:
-    """Balanced softmax: with the frequency of the classes explained away, the bare logits treat them alike.
+    """Balanced softmax: class frequencies are added in training, so the plain logits are class-balanced.
 
-    A class nobody stands for counts as one sample, or its logit would be minus infinity.
+    A class without samples counts as one sample; its logit would be minus infinity.
     """
     return logits_BK + counts_K.clamp_min(1).log()

@@ -1,6 +1,6 @@
-"""What methods with two networks share: the pair, their moving averages, and a common verdict.
+"""The base class of methods with two networks: the pair, their moving averages, and their common prediction.
 
-The networks have the same form and start from different weights; which one teaches which is up to the method.
+The networks have the same architecture and start from different weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pipeline.models.network import Average, Network, unit
 
 
 class TwoNetworks(Method[Options]):
-    """Two networks and, if asked for, a moving average of each that does the judging.
+    """Two networks and, if asked for, a moving average of each that is evaluated.
 
     Parameters are named `networks.0.…` and `networks.1.…`: prefixes for Stage.trainable and Pass.trainable.
     """
@@ -45,7 +45,7 @@ class TwoNetworks(Method[Options]):
                 average.update(network)  # type: ignore[operator]
 
     def scores(self, images: Tensor) -> dict[str, Tensor]:
-        """The mean of the logits counts; each network's own verdict beside it."""
+        """First the mean of the logits, then those of each network."""
         first, second = (self.eval_network(n)(images)[1].float() for n in range(2))
         return {"both": (first + second) / 2, "first": first, "second": second}
 

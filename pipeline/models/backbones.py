@@ -15,7 +15,7 @@ from shards.base.errors import UserError
 
 
 def build_backbone(config: ModelConfig) -> tuple[nn.Module, int]:
-    """(module from pictures to pooled features, number of features)."""
+    """(module from images to pooled features, number of features)."""
     if config.backbone == "preact_resnet18":
         own = PreActResNet18(config.width, config.norm)
         backbone: nn.Module = own
@@ -36,8 +36,8 @@ def _timm(name: str) -> tuple[nn.Module, int]:
     import timm
 
     if name not in timm.list_models():
-        near = difflib.get_close_matches(name, ["preact_resnet18", *timm.list_models()], 1)
-        hint = f" Did you mean '{near[0]}'?" if near else " timm.list_models() names them all."
+        matches = difflib.get_close_matches(name, ["preact_resnet18", *timm.list_models()], 1)
+        hint = f" Did you mean '{matches[0]}'?" if matches else " timm.list_models() names them all."
         raise UserError(f"model.backbone: there is no backbone '{name}'.{hint}")
     # drop_rate=0 because the ports the papers trained have no dropout before the head
     model = timm.create_model(name, pretrained=False, num_classes=0, drop_rate=0.0)
@@ -77,8 +77,8 @@ def _checkpoint_activations(backbone: nn.Module, name: str) -> None:
 
     def wrap(module: nn.Module) -> nn.Module:
         norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-        again = lambda: (nullcontext(), _statistics_at_rest(norms))  # noqa: E731
-        return checkpoint_wrapper(module, checkpoint_impl=CheckpointImpl.NO_REENTRANT, context_fn=again)
+        contexts = lambda: (nullcontext(), _frozen_running_stats(norms))  # noqa: E731, forward and recomputation
+        return checkpoint_wrapper(module, checkpoint_impl=CheckpointImpl.NO_REENTRANT, context_fn=contexts)
 
     if not any(type(m).__name__ in repeated for m in backbone.modules()):
         if hasattr(backbone, "set_grad_checkpointing"):
@@ -93,13 +93,13 @@ def _checkpoint_activations(backbone: nn.Module, name: str) -> None:
 
 
 @contextmanager
-def _statistics_at_rest(norms: list[nn.modules.batchnorm._BatchNorm]) -> Iterator[None]:
-    """A second look at the same batch must not count twice in running statistics."""
-    usual = [norm.momentum for norm in norms]
+def _frozen_running_stats(norms: list[nn.modules.batchnorm._BatchNorm]) -> Iterator[None]:
+    """The recomputed forward pass of a batch must not update running statistics a second time."""
+    momenta = [norm.momentum for norm in norms]
     try:
         for norm in norms:
             norm.momentum = 0.0
         yield
     finally:
-        for norm, momentum in zip(norms, usual):
+        for norm, momentum in zip(norms, momenta):
             norm.momentum = momentum

@@ -1,8 +1,9 @@
-"""A backbone with a linear head and, for methods that embed, a projector onto the unit sphere."""
+"""A backbone with a linear head and, for methods with embeddings, a projector onto the unit sphere."""
 
 from __future__ import annotations
 
 import copy
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,8 @@ from torch.nn import functional as F
 from pipeline.config import ModelConfig
 from pipeline.models.backbones import build_backbone
 from pipeline.models.precision import full_precision
+
+M = TypeVar("M", bound=nn.Module)
 
 
 @full_precision
@@ -40,7 +43,7 @@ class Network(nn.Module):
         if config.channels_last:
             self.backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if config.compile:
-            self.backbone.compile()  # in place: the names of the weights stay
+            self.backbone.compile()  # in place: state_dict names do not change
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """(features, logits)"""
@@ -53,20 +56,20 @@ class Network(nn.Module):
         return unit(self.projector(features))
 
 
-class Average(nn.Module):
-    """Moving average of a network's weights; statistics are copied as they are."""
+class Average(nn.Module, Generic[M]):
+    """Moving average of a module's parameters; buffers are copied. No optimiser moves what lies in it."""
 
-    def __init__(self, network: nn.Module, decay: float) -> None:
+    def __init__(self, network: M, decay: float) -> None:
         super().__init__()
         self.network = copy.deepcopy(network).requires_grad_(False)
         self.decay = decay
 
     @torch.no_grad()
     def update(self, network: nn.Module) -> None:
-        """Follow what is learning now; a part that rests keeps the average it had when it stopped."""
+        """Average the parameters that are trained now; the average of frozen ones does not move."""
         pairs = [pair for pair in zip(self.network.parameters(), network.parameters()) if pair[1].requires_grad]
         if pairs:
             old, new = (list(part) for part in zip(*pairs))
             torch._foreach_lerp_(old, new, 1 - self.decay)
-        for kept, value in zip(self.network.buffers(), network.buffers()):
-            kept.copy_(value)
+        for copied, value in zip(self.network.buffers(), network.buffers()):
+            copied.copy_(value)

@@ -1,7 +1,7 @@
 """PreAct ResNet-18 for small pictures, as the noisy-label literature uses it.
 
-Two habits of that literature are kept because published numbers depend on them: the identity shortcut is taken from the
-activated input, and there is no normalisation after the last stage.
+Two details of that literature change published numbers and are kept: the identity shortcut takes the activated input, and
+there is no normalisation after the last stage.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class PreActBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         activated = F.relu(self.norm1(x))
         inner = self.conv2(F.relu(self.norm2(self.conv1(activated))))
-        return inner + self.shortcut(activated)
+        out: Tensor = inner + self.shortcut(activated)
+        return out
 
 
 class PreActResNet18(nn.Module):
@@ -49,4 +50,5 @@ class PreActResNet18(nn.Module):
         self.features = channels
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.stages(self.stem(images)).mean((2, 3))
+        maps: Tensor = self.stages(self.stem(images))
+        return maps.mean((2, 3))

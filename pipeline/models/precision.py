@@ -1,4 +1,4 @@
-"""Mixed precision: autocast around a step, and float32 where autocast must not reach."""
+"""Mixed precision: autocast for a step, and float32 for functions that need it."""
 
 from __future__ import annotations
 

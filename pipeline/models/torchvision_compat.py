@@ -1,8 +1,8 @@
 """Makes `import torchvision` work beside a CPU build of torch.
 
-Where only torchvision's CUDA build can be had, its compiled operators do not load next to a CPU torch, and the import dies
-while registering fake kernels for operators that do not exist. Declaring the two missing schemas lets transforms, data sets
-and models import; the operators themselves stay unavailable and are not used here.
+The compiled operators of torchvision's CUDA build do not load beside a CPU torch. The import then fails where it registers
+fake kernels for the missing operators. Declaring the two missing schemas lets transforms, data sets and models import. The
+operators stay unavailable; nothing here uses them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def patch_torchvision() -> None:
     except RuntimeError as error:
         if "torchvision::nms" not in str(error):
             raise
-        _forget_half_imported()
+        _remove_partial_import()
         _library = torch.library.Library("torchvision", "DEF")
         for name in ("nms", "qnms"):
             _library.define(name + _SCHEMA)
 
 
-def _forget_half_imported() -> None:
+def _remove_partial_import() -> None:
     import sys
 
     for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:

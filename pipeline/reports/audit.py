@@ -138,6 +138,10 @@ def _beliefs(opened: OpenedRun, samples: int) -> dict[str, np.ndarray]:
 
 def _neighbours(embedding: np.ndarray, suspicious: np.ndarray, score: np.ndarray) -> list[list[int]]:
     """Indices of the nearest clean samples; for suspicious samples only, if there are very many."""
+    import torch
+
+    from pipeline.methods.parts.nearest_neighbors import nearest_neighbors
+
     clean = np.flatnonzero(~suspicious)
     if len(clean) > CANDIDATES:
         clean = np.sort(np.random.default_rng(0).choice(clean, CANDIDATES, replace=False))
@@ -148,18 +152,14 @@ def _neighbours(embedding: np.ndarray, suspicious: np.ndarray, score: np.ndarray
     out: list[list[int]] = [[] for _ in range(len(embedding))]
     if not len(clean):
         return out
-    targets = np.ascontiguousarray(embedding[clean].T, np.float32)
+    own = np.searchsorted(clean, queries).clip(max=len(clean) - 1)
+    own[clean[own] != queries] = -1  # a suspicious sample is not among the candidates
+    query, bank = (torch.from_numpy(embedding[rows].astype(np.float32)) for rows in (queries, clean))
     block = max(1, SIMILARITIES // len(clean))
-    for first in range(0, len(queries), block):
-        rows = queries[first : first + block]
-        nearness = embedding[rows].astype(np.float32) @ targets
-        nearness[rows[:, None] == clean[None, :]] = -np.inf  # not itself
-        few = min(NEIGHBOURS, len(clean))
-        best = np.argpartition(-nearness, few - 1, axis=1)[:, :few]
-        order = np.argsort(-np.take_along_axis(nearness, best, 1), axis=1, kind="stable")
-        nearest = clean[np.take_along_axis(best, order, 1)]
-        for index, near in zip(rows, nearest):
-            out[index] = [int(k) for k in near if k != index]
+    similarity, nearest = nearest_neighbors(query, bank, NEIGHBOURS, torch.from_numpy(own), block)
+    exists = (similarity > -torch.inf).numpy()  # false where there are fewer clean samples than asked for
+    for index, neighbours, found in zip(queries, clean[nearest.numpy()], exists):
+        out[index] = neighbours[found].tolist()
     return out
 
 

@@ -15,8 +15,7 @@ from pipeline.data.batch import Batch, TrainingSet
 from pipeline.data.loader import open_loader
 from pipeline.distributed.world import World
 from pipeline.engines import make_engine
-from pipeline.methods.base import Method
-from pipeline.methods.options import load_method
+from pipeline.methods.base import Method, load_method
 from pipeline.process.stop_request import StopRequest
 from pipeline.tracking.tracker import NullTracker, start_tracker
 from pipeline.training import run_folder

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.methods.options import PrototypicalOptions
-from pipeline.methods.parts.cleaning import nearest_other, refine, threshold_at, transferred
+from pipeline.methods.parts.cleaning import refine, threshold_at, transfer_schedule
 
 
 def at(epoch: int, epochs: int = 200, classes: int = 10, **options) -> float:
@@ -42,7 +42,7 @@ def test_fixed_threshold_never_moves() -> None:
 
 @given(st.integers(2, 2000), st.integers(1, 300))
 def test_transferred_threshold_goes_from_chance_to_the_end_cosine(classes, epochs) -> None:
-    start, growth = transferred(classes, epochs, 0.3, 0.33)
+    start, growth = transfer_schedule(classes, epochs, 0.3, 0.33)
     assert start == 1 / classes
     end = start * growth**epochs
     cosine = 0.3 * math.log(end * (classes - 1) / (1 - end))  # the cosine that scores `end` with all others at 0
@@ -101,14 +101,3 @@ def test_without_reweighting_everybody_counts_one_but_the_hopeless_can_be_droppe
     logits = torch.zeros(3, 100)  # every score is 0.01
     assert (refine(logits, torch.zeros(3, dtype=torch.long), 0.5, "one").weight == 1).all()
     assert (refine(logits, torch.zeros(3, dtype=torch.long), 0.5, "one", min_score=0.02).weight == 0).all()
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.integers(0, 10_000), st.integers(2, 60), st.integers(1, 9))
-def test_the_nearest_other_sample_is_exact_in_any_block_size(seed, n, block) -> None:
-    z = torch.nn.functional.normalize(torch.from_numpy(np.random.default_rng(seed).normal(size=(n, 4))), dim=1)
-    similarity = (z @ z.T).fill_diagonal_(-torch.inf)
-    nearest = nearest_other(z, torch.arange(n), z, block)
-    assert torch.allclose(similarity[torch.arange(n), nearest], similarity.max(1).values)
-    part = slice(n // 3, n)  # a rank that holds only some rows
-    assert torch.equal(nearest_other(z[part], torch.arange(n)[part], z, block), nearest[part])

@@ -12,8 +12,8 @@ from pipeline.data.batch import Batch, TrainingSet
 from pipeline.distributed.world import World
 from pipeline.methods.parts import mixup
 from pipeline.methods.parts.survey import Survey
-from pipeline.methods.prototype_method import MIX_COEFFICIENT, MIX_PARTNER
-from pipeline.methods.prototypical import MAIN, WARMUP, Prototypical, resolve
+from pipeline.methods.prototype_method import MIXUP_LAMBDA, MIXUP_PARTNERS
+from pipeline.methods.prototypical import MAIN, WARMUP, Prototypical, apply_preset
 
 K, N, B = 5, 40, 12
 
@@ -69,8 +69,8 @@ def slow_loss(made: Prototypical, held: Batch) -> dict[str, float]:
         others = [b for b in range(B) if b != i]
         keys = torch.stack([s[i], *(z[b] for b in others), *(s[b] for b in others)])
         cc -= (keys @ z[i] / T).log_softmax(0)[0] / B
-    lam = mixup.mixup_lambda(held, made.options.mixup, MIX_COEFFICIENT)
-    partner = mixup.mixup_partners(held, 2, MIX_PARTNER)
+    lam = mixup.mixup_lambda(held, made.options.mixup, MIXUP_LAMBDA)
+    partner = mixup.mixup_partners(held, 2, MIXUP_PARTNERS)
     images = torch.cat([held.views["weak"], held.views["strong"]])
     target = one_hot(label, K).double().repeat(2, 1)
     both = weight.repeat(2)
@@ -141,7 +141,10 @@ def test_exactly_the_parts_a_stage_names_learn(words, stage) -> None:
 
 
 def test_presets_name_the_switches_and_a_switch_wins() -> None:
-    paper, released = resolve(method("method.preset=paper").options), resolve(method("method.preset=released").options)
+    paper, released = (
+        apply_preset(method("method.preset=paper").options),
+        apply_preset(method("method.preset=released").options),
+    )
     assert (paper.relabel_weight, paper.neighbour_rule, paper.prototype_labels) == ("margin", False, "refined")
     assert (released.relabel_weight, released.neighbour_rule, released.prototype_labels) == ("half", True, "given")
     assert method("method.preset=paper", "method.neighbour_rule=on").options.neighbour_rule is True

@@ -57,7 +57,7 @@ def test_mopro_forgets_a_step_that_broke() -> None:
     rows = torch.randn(2, 2 * method.queue.shape[1] + 4)
     rows[0, 3] = math.nan
     rows[:, -1] = 1
-    method.seen = [(whole, rows)]
+    method.pending = [(whole, rows)]
     method.after_step()
     for memory in (method.prototypes, method.queue, method.score):
         assert memory.isfinite().all()

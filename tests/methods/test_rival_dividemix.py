@@ -12,7 +12,7 @@ from rivals import Course, Pictures, batch_of, make_method, small_config, survey
 
 from pipeline.config import load
 from pipeline.distributed.world import World
-from pipeline.methods.dividemix import FIT, MIX_COEFFICIENT, MIX_PARTNER, DivideMix, pair_across, uniform_penalty
+from pipeline.methods.dividemix import FIT, MIXUP_LAMBDA, MIXUP_PARTNERS, DivideMix, pair_across, uniform_penalty
 from pipeline.methods.parts.gaussian_mixture import posterior
 from pipeline.methods.parts.mixup import mixup_lambda
 from shards.base.errors import UserError
@@ -54,8 +54,8 @@ def slow_losses(method: DivideMix, batch, unlabelled: bool, ramp: float) -> dict
             targets.append(sharp(mean))
         for v in VIEWS:
             rows += [(stream.views[v][i], targets[i], number, float(stream.valid[i])) for i in range(len(targets))]
-    lam = mixup_lambda(batch, options.mixup, MIX_COEFFICIENT, fold=True)
-    partner = pair_across(streams, MIX_PARTNER).tolist()
+    lam = mixup_lambda(batch, options.mixup, MIXUP_LAMBDA, fold=True)
+    partner = pair_across(streams, MIXUP_PARTNERS).tolist()
     labelled, without, mean = [], [], []
     for (image, target, number, valid), j in zip(rows, partner):
         if not valid or (number and not unlabelled):

@@ -250,8 +250,8 @@ def test_elr_plus_learns_mixed_pictures_with_the_peers_memory(remembered: bool) 
         guess = method.average[1 - n].network(images)[1]
         for r, i, _ in real(batch):
             memory[i, n] = 0.7 * memory[i, n] + 0.3 * torch.tensor(softmax(guess[r]), dtype=torch.float64)
-        lam = elr.mixup.mixup_lambda(batch, 1.0, elr.COEFFICIENT + n, fold=True)
-        partner = elr.mixup.mixup_partners(batch, 1, elr.PARTNER + n)
+        lam = elr.mixup.mixup_lambda(batch, 1.0, elr.MIXUP_LAMBDA + n, fold=True)
+        partner = elr.mixup.mixup_partners(batch, 1, elr.MIXUP_PARTNERS + n)
         mixed = torch.stack([lam * images[r] + (1 - lam) * images[partner[r]] for r in range(ROWS)])
         logits = method.networks[n](mixed)[1]
         for r, i, y in real(batch):
@@ -318,7 +318,7 @@ def rows_of(batch: Batch) -> list[tuple[int, int, int]]:
 
 
 def shapes_of(method: har.HAR, layers: list[Any], batch: Batch) -> list[torch.Size]:
-    with method._watched() as outputs:
+    with method._record_outputs() as outputs:
         method.network(batch.views["weak"])
     return [out.shape for out in outputs]
 
@@ -342,7 +342,7 @@ def test_the_regulariser_has_the_right_gradient() -> None:
 def test_class_strengths_come_from_held_out_errors_and_counts() -> None:
     method, _ = set_up("har", stage=1)
     assert method.surveys_before_epoch()
-    held = method.held
+    held = method.held_out
     assert np.bincount(GIVEN[held], minlength=CLASSES).tolist() == [10, 4, 2, 0, 0]
     wrong = torch.zeros(len(GIVEN))
     wrong[np.flatnonzero(held & (GIVEN == 1))[:3]] = 1
@@ -354,7 +354,7 @@ def test_class_strengths_come_from_held_out_errors_and_counts() -> None:
 def test_the_probe_never_sees_the_held_out_half() -> None:
     method, _ = set_up("har")
     (walk,) = method.passes()
-    assert sorted(walk.order) == np.flatnonzero(~method.held).tolist()
+    assert sorted(walk.order) == np.flatnonzero(~method.held_out).tolist()
 
 
 # -- AUM ------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 from pipeline.distributed.world import World
 from pipeline.methods.parts.losses import instance_contrastive
 from pipeline.methods.parts.mixup import mixup_lambda, mixup_partners, pair_within
-from pipeline.methods.prototype_method import MIX_COEFFICIENT, MIX_PARTNER
+from pipeline.methods.prototype_method import MIXUP_LAMBDA, MIXUP_PARTNERS
 from pipeline.methods.rrl import MAIN, RRL, WARMUP, knn_label_distribution
 
 K, D, N, T = 3, 6, 45, 0.3
@@ -122,9 +122,9 @@ def test_the_loss_is_the_formula() -> None:
         rec = sum(v * (a[2] + b[2]) for v, a, b in zip(valid, weak, strong)) / sum(valid)
         z, z_strong = (torch.stack([row[1] for row in rows]) for rows in (weak, strong))
         cc = float(instance_contrastive(z, z_strong, batch.valid, T, World(), batch.rows))
-        lam = mixup_lambda(batch, 8.0, MIX_COEFFICIENT)
+        lam = mixup_lambda(batch, 8.0, MIXUP_LAMBDA)
         batch.valid = torch.tensor(weight)
-        partner = mixup_partners(batch, 2, MIX_PARTNER).tolist()
+        partner = mixup_partners(batch, 2, MIXUP_PARTNERS).tolist()
         images, pc = torch.cat([batch.views["weak"], batch.views["strong"]]), 0.0
         for i, j in enumerate(partner):
             if not weight[i % 8]:

@@ -72,8 +72,8 @@ def test_large_classes_draw_their_centroid_from_the_gaussian_of_the_averages() -
     draws = []
     for epoch in range(60):
         method.set_epoch(0, epoch)
-        draws.append(method._drawn(0, large))
-        assert torch.equal(draws[-1], method._drawn(0, large))  # the same on every rank and after a restart
+        draws.append(method._draw_centroids(0, large))
+        assert torch.equal(draws[-1], method._draw_centroids(0, large))  # the same on every rank and after a restart
     stacked = torch.stack(draws)
     assert (stacked[:, 1] == 2).all()
     assert float(stacked[:, large].mean()) == pytest.approx(2, abs=0.02)

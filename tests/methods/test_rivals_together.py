@@ -15,8 +15,8 @@ from rivals import Course, Pictures, make_method, small_config
 from launch.sweep import method_names
 from pipeline.config import Config
 from pipeline.distributed.world import World
-from pipeline.methods.base import Beliefs
-from pipeline.methods.options import load_method, options_of
+from pipeline.methods.base import Beliefs, load_method
+from pipeline.methods.options import options_of
 from pipeline.training.build import build
 
 # Options with which a training of three epochs goes through every phase of a method; the others need none.

@@ -1,4 +1,4 @@
-"""Which labels to believe: threshold, refined labels, sample weights (paper section 3.3, and what the released code does)."""
+"""Label cleaning: threshold, refined labels, sample weights (paper section 3.3, and the released code)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from pipeline.methods.parts.prototypes import BLOCK
 
 
 def threshold_at(options: PrototypicalOptions, epoch: int, epochs: int, classes: int) -> float:
-    """The confidence below which a label is doubted in an epoch, counted from the start of the training."""
+    """The confidence below which a label is doubted in an epoch, counted from epoch 0."""
     start, growth = options.threshold_start, options.threshold_growth
     if options.threshold == "fixed":
         return start
     if options.threshold == "linear":
         return start + (options.threshold_end - start) * epoch / epochs
     if options.threshold == "transfer":
-        start, growth = transferred(classes, epochs, options.temperature, options.end_cosine)
+        start, growth = transfer_schedule(classes, epochs, options.temperature, options.end_cosine)
     return start * growth**epoch
 
 
-def transferred(classes: int, epochs: int, temperature: float, end_cosine: float) -> tuple[float, float]:
+def transfer_schedule(classes: int, epochs: int, temperature: float, end_cosine: float) -> tuple[float, float]:
     """(start, growth) for any K and E: from chance to the score of a sample at `end_cosine` with all others at 0.
 
     The paper's hand-set thresholds end at a cosine of 0.30 to 0.36 on all of its data sets.
@@ -48,7 +48,7 @@ def refine(
 ) -> Cleaned:
     """Keep a label whose confidence passes the threshold, else take the likeliest class (paper eq. 5 and 6).
 
-    The likeliest class may be the given one all the same: such a sample is doubtful, not relabelled.
+    The likeliest class may still be the given one: such a sample is doubtful, not relabelled.
     """
     probability = logits_NK.float().softmax(1)
     score = probability.gather(1, given_N[:, None])[:, 0]
@@ -77,26 +77,6 @@ def refine_all(
             options.relabel_weight,
             options.min_score,
         )
-        for z, given in zip(z_ND.split(BLOCK), given_N.split(BLOCK))
+        for z, given in zip(torch.split(z_ND, BLOCK), torch.split(given_N, BLOCK))
     ]
     return Cleaned(*(torch.cat([getattr(b, f.name) for b in blocks]) for f in fields(Cleaned)))
-
-
-def nearest_other(z_nD: Tensor, index_n: Tensor, z_ND: Tensor, block: int = 1024) -> Tensor:
-    """(n,) index of the most similar OTHER sample of all N, exactly, in blocks: memory is block x 8*block numbers."""
-    out = torch.empty_like(index_n)
-    for start in range(0, len(z_nD), block):
-        rows = slice(start, start + block)
-        best = torch.full((len(index_n[rows]),), -torch.inf, device=z_ND.device)
-        nearest = torch.zeros_like(index_n[rows])
-        for first in range(0, len(z_ND), 8 * block):
-            similarity = z_nD[rows] @ z_ND[first : first + 8 * block].T  # (block, 8*block)
-            own = index_n[rows] - first
-            here = (own >= 0) & (own < similarity.shape[1])
-            similarity[here.nonzero()[:, 0], own[here]] = -torch.inf
-            value, place = similarity.max(1)
-            better = value > best
-            best = torch.where(better, value, best)
-            nearest = torch.where(better, place + first, nearest)
-        out[rows] = nearest
-    return out

@@ -1,7 +1,7 @@
-"""Mixtures of two Gaussians over one number per sample: the better component holds the samples one believes.
+"""Mixtures of two Gaussians over one number per sample: samples of the better component are believed.
 
-The fit is scikit-learn's. What breaks it elsewhere is answered here with "believe all": no sample, one
-sample, values that are all the same. n samples, K classes.
+The fit is scikit-learn's. Where it cannot be made (no sample, one sample, equal values), all samples are believed.
+n samples, K classes.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ def posterior(values_n: np.ndarray, better: Better, fit: Fit) -> np.ndarray:
 
     mixture = GaussianMixture(2, max_iter=fit.iterations, tol=fit.tolerance, reg_covar=fit.floor, random_state=0)
     column = np.asarray(values_n, np.float64)[:, None]
-    # One thread: the fit is small, and the others have pictures to decode.
+    # One thread: the fit is small, and other threads decode pictures.
     with _threads().limit(limits=1), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # ten iterations need not converge
-        chances = mixture.fit(column).predict_proba(column)
+        chances: np.ndarray = mixture.fit(column).predict_proba(column)
     means = mixture.means_[:, 0]
     return chances[:, means.argmin() if better == "small" else means.argmax()].astype(np.float32)
 
 
 @functools.cache
 def _threads() -> ThreadpoolController:
-    """Finding the libraries that have threads costs as much as a small fit; once is enough."""
+    """Looking for libraries with threads takes as long as a small fit, so it is done once."""
     from threadpoolctl import ThreadpoolController
 
     return ThreadpoolController()
@@ -78,6 +78,6 @@ def posterior_by_class(values_n: np.ndarray, label_n: np.ndarray, classes: int, 
 
 @full_precision
 def sharpen(probability_BK: Tensor, temperature: float) -> Tensor:
-    """Distributions moved towards their largest class; temperature 1 leaves them, near 0 they get one-hot."""
+    """Distributions sharpened towards their largest class; temperature 1 changes nothing, near 0 gives one-hot."""
     powered = probability_BK ** (1 / temperature)
     return powered / powered.sum(1, keepdim=True).clamp_min(torch.finfo(powered.dtype).tiny)

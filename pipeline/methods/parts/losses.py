@@ -36,17 +36,17 @@ def soft_cross_entropy(logits_BK: Tensor, target_BK: Tensor, weight_B: Tensor, w
 def instance_contrastive(
     weak_BD: Tensor, strong_BD: Tensor, valid_B: Tensor, temperature: float, world: World, rows: Sequence[int]
 ) -> Tensor:
-    """L_cc (paper eq. 4): tell a picture's strong view from the 2(G-1) other views of the global batch.
+    """L_cc (paper eq. 4): find the strong view of the same sample among 2(G-1) other views of the global batch.
 
-    Anchors are the weak views. Keys are gathered with gradient, so every rank pulls on everybody's keys.
+    Anchors are the weak views. Keys are gathered with gradient: the loss of every rank reaches the keys of all ranks.
     """
-    keys = torch.cat([weak_BD, strong_BD], 1)  # (B, 2D): one exchange for both
+    keys = torch.cat([weak_BD, strong_BD], 1)  # (B, 2D): one all-gather for both
     keys = world.all_gather_rows(keys, rows, grad=True)
     weak_GD, strong_GD = keys.chunk(2, 1)
     valid_G = world.all_gather_rows(valid_B, rows) > 0
     own = torch.arange(len(weak_BD), device=weak_BD.device)
     offset = sum(rows[: world.rank]) if world.size > 1 else 0
-    forbidden = (~valid_G).expand(len(own), -1)  # (B, G): rows that stand for nothing
+    forbidden = (~valid_G).expand(len(own), -1)  # (B, G): padding rows
     itself = torch.zeros_like(forbidden).scatter_(1, (own + offset)[:, None], True)
     to_weak = (weak_BD @ weak_GD.T / temperature).masked_fill(forbidden | itself, -torch.inf)
     to_strong = (weak_BD @ strong_GD.T / temperature).masked_fill(forbidden & ~itself, -torch.inf)

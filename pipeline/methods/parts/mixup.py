@@ -1,8 +1,8 @@
 """Mixup whose pairs do not depend on the number of ranks.
 
-Partners are drawn inside the small groups of neighbouring rows that the loader keeps together on one rank. The epoch's order is
-itself random, so another sample of the group is a random other sample; and the same pairs arise however the batch is cut over
-ranks. Inside a group nobody meets a view of its own sample, which in so small a group would happen to one row in eight.
+Partners come from small groups of neighbouring rows, which the loader keeps together on one rank. The order of an epoch is
+random, so another sample of the group is a random sample, and the pairs are the same on any number of ranks. No row is mixed
+with a view of its own sample, unless the sample is alone in its group.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ def mixup_lambda(batch: Batch, alpha: float, purpose: int, fold: bool = False) -
 
 
 def mixup_partners(batch: Batch, copies: int, purpose: int) -> Tensor:
-    """(copies*B,) row numbers: for each row of `copies` stacked views, whom it is mixed with."""
-    places = torch.arange(copies * len(batch.index), device=batch.index.device).view(copies, -1)
-    return pair_within(mixing_groups(batch), batch.index, places, _seed(batch, purpose))
+    """(copies*B,) row numbers: the partner of each row of `copies` stacked views."""
+    rows = torch.arange(copies * len(batch.index), device=batch.index.device).view(copies, -1)
+    return pair_within(mixing_groups(batch), batch.index, rows, _seed(batch, purpose))
 
 
 def mixing_groups(batch: Batch) -> Tensor:
-    """(B,) mixing groups in which rows that do not count are among themselves."""
+    """(B,) mixing groups; rows that do not count are in groups of their own."""
     return torch.where(batch.valid > 0, batch.groups, -1 - batch.groups)
 
 
 def row_uniforms(batch: Batch, purpose: int) -> Tensor:
-    """(B,) float64 in [0,1): a draw for every row of this step, decided by its sample, not by the rank that holds it."""
+    """(B,) float64 in [0,1): one draw per row and step; it depends on the sample, not on the rank."""
     return _hash_uniform(batch.index, _seed(batch, purpose))
 
 
@@ -42,18 +42,20 @@ def _seed(batch: Batch, purpose: int) -> int:
     return int(np.random.SeedSequence([*batch.key, purpose]).generate_state(1)[0])
 
 
-def pair_within(group_S: Tensor, key_S: Tensor, places_VS: Tensor, seed: int) -> Tensor:
+def pair_within(group_S: Tensor, key_S: Tensor, rows_VS: Tensor, seed: int) -> Tensor:
     """(V*S,) the partner of every row: a permutation inside groups, decided by (seed, key) alone.
 
-    S samples with V views each; places_VS says which row holds a view of a sample. For every view the samples of a group stand
-    in a random ring of its own, and each meets a view of the next; alone in its group it meets itself.
+    S samples with V views each; rows_VS is the row of each view of a sample. For every view the samples of a group form a
+    random ring, and each is mixed with a view of the next; a sample alone in its group is mixed with itself.
     """
-    views = len(places_VS)
+    views = len(rows_VS)
     following_VS = torch.stack([_next_in_ring(group_S, _hash_uniform(key_S * views + v, seed)) for v in range(views)])
-    turn_S = (_hash_uniform(key_S, seed + 1) * views).long()  # the one who is met turns: each view of it is met once
+    turn_S = (
+        _hash_uniform(key_S, seed + 1) * views
+    ).long()  # rotates the views of the partner: each of them is used once
     view_VS = (torch.arange(views, device=key_S.device)[:, None] + turn_S[following_VS]) % views
-    partner = torch.empty(places_VS.numel(), dtype=torch.long, device=key_S.device)
-    partner[places_VS] = places_VS[view_VS, following_VS]
+    partner = torch.empty(rows_VS.numel(), dtype=torch.long, device=key_S.device)
+    partner[rows_VS] = rows_VS[view_VS, following_VS]
     return partner
 
 
@@ -63,9 +65,9 @@ def _next_in_ring(group_S: Tensor, chance_S: Tensor) -> Tensor:
     ring = ring[torch.argsort(group_S[ring], stable=True)]
     group = group_S[ring]
     first, end = torch.searchsorted(group, group), torch.searchsorted(group, group, right=True)
-    place = torch.arange(len(ring), device=ring.device)
+    position = torch.arange(len(ring), device=ring.device)
     following = torch.empty_like(ring)
-    following[ring] = ring[torch.where(place + 1 < end, place + 1, first)]
+    following[ring] = ring[torch.where(position + 1 < end, position + 1, first)]
     return following
 
 
@@ -83,4 +85,5 @@ def _hash_uniform(key: Tensor, seed: int) -> Tensor:
 
 
 def mix(value: Tensor, partner: Tensor, lam: float) -> Tensor:
+    """lam * value + (1 - lam) * the partner's value."""
     return value if lam == 1.0 else lam * value + (1 - lam) * value[partner]

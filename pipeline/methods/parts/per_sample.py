@@ -1,7 +1,6 @@
-"""What a method remembers of single samples: buffers by permanent index, written in every step,
-the same on all ranks.
+"""Per-sample state: buffers by permanent index, updated in every step, the same on all ranks.
 
-B rows on this rank, G over all ranks, N training samples. Rows that stand for nothing are never written.
+B rows on this rank, G over all ranks, N training samples. Padding rows are never written.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pipeline.distributed.world import World
 
 @torch.no_grad()
 def add_by_index(memory: Tensor, batch: Batch, value_B: Tensor, world: World) -> None:
-    """memory[i] += value of sample i, for the samples of all ranks. What is not finite is left out."""
+    """memory[i] += value of sample i, for the samples of all ranks. Values that are not finite are left out."""
     index_G, valid_G, value_G = (world.all_gather_rows(v, batch.rows) for v in (batch.index, batch.valid, value_B))
     real = _column(valid_G, value_G) > 0
     memory.index_add_(0, index_G, torch.where(real & value_G.isfinite(), value_G, 0).to(memory.dtype))
@@ -29,21 +28,20 @@ def update_by_index(memory: Tensor, batch: Batch, value_B: Tensor, world: World,
 
 @torch.no_grad()
 def rank_in_batch(value_B: Tensor, batch: Batch, world: World) -> tuple[Tensor, Tensor]:
-    """(B,) place of each row of this rank in the sorted global batch, and how many rows of that are real.
+    """(B,) position of each row of this rank in the sorted global batch, and how many rows of that batch are valid.
 
     Equal values keep the order of the batch, so that all ranks and any number of them agree.
     """
     value_G, valid_G = (world.all_gather_rows(v, batch.rows) for v in (value_B, batch.valid))
     by_value = torch.where(valid_G > 0, value_G.nan_to_num(torch.inf), torch.inf).argsort(stable=True)
-    by_value = by_value[
-        (valid_G[by_value] <= 0).to(torch.uint8).argsort(stable=True)
-    ]  # real rows first, even endless ones
-    place_G = torch.empty_like(by_value).scatter_(0, by_value, torch.arange(len(by_value), device=by_value.device))
-    return place_G[own_rows(batch, world)], valid_G.sum()
+    # Valid rows come first, also those whose value is infinite.
+    by_value = by_value[(valid_G[by_value] <= 0).to(torch.uint8).argsort(stable=True)]
+    position_G = torch.empty_like(by_value).scatter_(0, by_value, torch.arange(len(by_value), device=by_value.device))
+    return position_G[own_rows(batch, world)], valid_G.sum()
 
 
 def own_rows(batch: Batch, world: World) -> slice:
-    """Where this rank's rows lie among the gathered ones."""
+    """The rows of this rank among those gathered from all ranks."""
     first = sum(batch.rows[: world.rank]) if world.size > 1 else 0
     return slice(first, first + len(batch.index))
 

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from pipeline.distributed.world import World
 
-BLOCK = 8192  # rows at a time: what is made on the way stays in the cache, and memory does not grow with N
+BLOCK = 8192  # rows at a time: intermediate results stay in the cache, and memory does not grow with N
 
 
 def class_sums(z_ND: Tensor, label_N: Tensor, weight_N: Tensor, classes: int) -> Tensor:
     """(K, D+1) float64: per class the weighted sum of embeddings and, last, the sum of weights."""
     sums = torch.zeros(classes, z_ND.shape[1] + 1, dtype=torch.float64, device=z_ND.device)
-    for z, label, weight in zip(z_ND.split(BLOCK), label_N.split(BLOCK), weight_N.split(BLOCK)):
+    for z, label, weight in zip(*(torch.split(part, BLOCK) for part in (z_ND, label_N, weight_N))):
         rows = torch.cat([z.double(), torch.ones_like(z[:, :1], dtype=torch.float64)], 1)
         sums.index_add_(0, label, rows * weight.double()[:, None])
     return sums
@@ -22,7 +22,7 @@ def class_sums(z_ND: Tensor, label_N: Tensor, weight_N: Tensor, classes: int) ->
 def class_prototypes(
     z_ND: Tensor, label_N: Tensor, weight_N: Tensor, previous_KD: Tensor, world: World
 ) -> tuple[Tensor, Tensor]:
-    """(K,D) unit prototypes (paper eq. 7) and (K,) bool: classes nobody stood for, which keep their previous one.
+    """(K,D) unit prototypes (paper eq. 7) and (K,) bool: classes of weight zero, which keep their previous one.
 
     z, label, weight are this rank's part of the training set; one all-reduce of K x (D+1) numbers joins the parts.
     """
