@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -129,7 +128,7 @@ def main(argv: list[str]) -> int:
         results = {name: evaluate_split(opened, split, world) for name, split in splits.items()}
     except UserError as shared:
         if world.is_main:
-            print(f"error: {shared}", file=sys.stderr, flush=True)
+            cli.print_error(shared)
         world.barrier()  # torchrun ends the other ranks when the first one exits: not before the error is printed
         return EXIT_USER_ERROR
     finally:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 from pipeline import config as configuration
 from pipeline.process import stop_request
 from pipeline.process.exit_status import is_supervised, run_rank, write_exit_status
+from shards.base.cli import print_error
 from shards.base.errors import Unreachable, UserError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
         return train(trainer)
     except UserError as error:
         if world.is_main or not is_supervised():  # launch.entry prints what only another rank met
-            print(f"error: {error}", file=sys.stderr)
+            print_error(error)
         return write_exit_status("failed" if isinstance(error, Unreachable) else "refused", str(error))
     except Exception as error:
         sentence = explain_failure(error, world.rank, trainer and trainer.position, config.train.timeout)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
@@ -64,7 +65,7 @@ class Checkpointer:
 
     # -- saving ------------------------------------------------------------------------------------
 
-    def save(self, step: int, tree: Tree, *, best: bool = False, wait: bool = False) -> None:
+    def save(self, step: int, tree: Mapping[str, object], *, best: bool = False, wait: bool = False) -> None:
         """Copy the tree and write it in the background. The caller may change its tensors when this returns.
 
         The next save logs a warning about a failed write, and training goes on. With wait=True this returns when the

@@ -16,7 +16,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +79,7 @@ class Snapshot:
 # -- the tree --------------------------------------------------------------------------------------
 
 
-def encode(tree: Tree) -> tuple[dict[str, Tensor], bytes]:
+def encode(tree: Mapping[str, object]) -> tuple[dict[str, Tensor], bytes]:
     """(tensors by path, JSON of the rest). Tuples come back as lists; everything else comes back equal."""
     tensors: dict[str, Tensor] = {}
 

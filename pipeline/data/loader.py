@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 from zlib import crc32
 
 import numpy as np
@@ -34,16 +34,19 @@ KEEP_BYTES = 256 << 20
 _AUGMIX = crc32(b"augmix")
 
 
+Encoded = bytes | memoryview  # a JPEG, PNG or WebP file
+
+
 class Samples(Protocol):
     """What the loader needs of a split (`shards.reader.Split`)."""
 
-    given: Any  # (N,) int32
+    given: np.ndarray  # (N,) int32
 
     @property
     def shard_sizes(self) -> Sequence[int]: ...
     def __len__(self) -> int: ...
-    def read(self, index: int) -> Any: ...
-    def prefetch(self, shards: Any) -> None: ...
+    def read(self, index: int) -> Encoded: ...
+    def prefetch(self, shards: Iterable[int]) -> None: ...
 
 
 @dataclass
@@ -189,7 +192,7 @@ class Loader:
             else:
                 self._decode_row(part, row, self.split.read(index))
 
-    def _decode_row(self, part: Part, row: int, data: Any) -> None:
+    def _decode_row(self, part: Part, row: int, data: Encoded) -> None:
         try:
             picture, cut_short = decode(data, self.views.least, self._max_pixels)
         except DecodeError as error:

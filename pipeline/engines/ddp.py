@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from pipeline.config import Config
 from pipeline.data.batch import Batch
 from pipeline.distributed.world import World
 from pipeline.engines.batchnorm import BatchNormStats
+from pipeline.engines.engine import OptimizerState
 from pipeline.engines.parameters import trainable_parameters
 from pipeline.methods.base import Method, Stage
 from pipeline.models.precision import autocast_for
@@ -115,7 +115,7 @@ class TorchEngine:
 
     # -- state, independent of ranks and engine -------------------------------------------------------------
 
-    def optimizer_state_dict(self) -> dict[str, Any]:
+    def optimizer_state_dict(self) -> OptimizerState:
         return {
             "momentum": self._momentum(),
             "scaler": self.scaler.state_dict(),
@@ -125,7 +125,7 @@ class TorchEngine:
     def _momentum(self) -> dict[str, Tensor]:
         return {name: self.optimizer.state[p]["momentum_buffer"] for name, p in trainable_parameters(self.method)}
 
-    def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
+    def load_optimizer_state_dict(self, state: OptimizerState) -> None:
         for name, buffer in self._momentum().items():  # parameters that were never trained may be missing
             buffer.copy_(state["momentum"][name]) if name in state["momentum"] else buffer.zero_()
         if self.scaler.is_enabled() and state["scaler"]:
@@ -138,7 +138,7 @@ class TorchEngine:
     def load_model_state_dict(self, weights: dict[str, Tensor]) -> None:
         self.method.load_state_dict(weights)
 
-    def dummy_forward(self, look: Callable[[Tensor], Any]) -> None:
+    def dummy_forward(self, forward: Callable[[Tensor], object]) -> None:
         """Every rank has all weights: no rank waits for our forward."""
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from pipeline.config import Config
 from pipeline.data.batch import Batch
 from pipeline.distributed.world import World
 from pipeline.engines.batchnorm import BatchNormStats
+from pipeline.engines.engine import OptimizerState
 from pipeline.engines.parameters import parameters, trainable_parameters
 from pipeline.methods.base import Method, Stage
 from shards.base.errors import UserError
@@ -128,18 +129,18 @@ class DeepSpeedEngine:
         return self.nonfinite
 
     @contextlib.contextmanager
-    def _whole_if_averaged(self) -> Any:
+    def _whole_if_averaged(self) -> Iterator[None]:
         """ZeRO-3 keeps a part of each weight; a moving average needs them whole."""
         everything = [p for _, p in parameters(self.method)]
         needed = self.stage == 3 and len(everything) > len(trainable_parameters(self.method))
         with self.deepspeed.zero.GatheredParameters(everything, modifier_rank=0, enabled=needed):
             yield
 
-    def dummy_forward(self, look: Callable[[Tensor], Any]) -> None:
+    def dummy_forward(self, forward: Callable[[Tensor], object]) -> None:
         """Under ZeRO-3 a forward needs all ranks: one without pictures left looks at blank ones."""
         if self.stage == 3 and self.inner is not None:
             size = self.config.data.size
-            look(torch.zeros(2, 3, size, size, device=self.world.device))
+            forward(torch.zeros(2, 3, size, size, device=self.world.device))
 
     # -- open and close --------------------------------------------------------------------------------------
 
@@ -206,7 +207,7 @@ class DeepSpeedEngine:
 
     # -- state that knows neither ranks nor engines ----------------------------------------------------------
 
-    def optimizer_state_dict(self) -> dict[str, Any]:
+    def optimizer_state_dict(self) -> OptimizerState:
         """Called by all ranks together."""
         return {
             "momentum": self.momentum | self._get_momentum(),
@@ -214,7 +215,7 @@ class DeepSpeedEngine:
             "nonfinite_steps": self.nonfinite,
         }
 
-    def load_optimizer_state_dict(self, state: dict[str, Any]) -> None:
+    def load_optimizer_state_dict(self, state: OptimizerState) -> None:
         self.close()
         self.momentum = dict(state["momentum"])
         self.scale.load(state["scaler"])
@@ -293,10 +294,10 @@ class LossScale:
         elif self.good == self.rule.get_growth_interval():
             self.value, self.good = self.value * self.rule.get_growth_factor(), 0
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, float]:
         return {**self.rule.state_dict(), "scale": self.value, "_growth_tracker": self.good} if self.enabled else {}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: dict[str, float]) -> None:
         if self.enabled and state:
             self.rule.load_state_dict(state)
             self.value, self.good = float(state["scale"]), int(state["_growth_tracker"])

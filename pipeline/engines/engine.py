@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol, TypedDict
 
 from torch import Tensor
 
 from pipeline.data.batch import Batch
 from pipeline.methods.base import Stage
+
+
+class OptimizerState(TypedDict):
+    momentum: dict[str, Tensor]  # by parameter name
+    scaler: dict[str, float]  # of GradScaler; empty without fp16
+    nonfinite_steps: int
 
 
 class Engine(Protocol):
@@ -18,12 +24,12 @@ class Engine(Protocol):
     def nonfinite_steps(self) -> int: ...
 
     # Called by all ranks together. The state depends neither on the number of ranks nor on the engine.
-    def optimizer_state_dict(self) -> dict[str, Any]: ...
-    def load_optimizer_state_dict(self, state: dict[str, Any]) -> None: ...
+    def optimizer_state_dict(self) -> OptimizerState: ...
+    def load_optimizer_state_dict(self, state: OptimizerState) -> None: ...
     def model_state_dict(self) -> dict[str, Tensor]: ...
     def load_model_state_dict(self, weights: dict[str, Tensor]) -> None: ...
 
-    def dummy_forward(self, look: Callable[[Tensor], Any]) -> None:
+    def dummy_forward(self, forward: Callable[[Tensor], object]) -> None:
         """Called by a rank that has no batch left while others run a forward pass."""
 
     def close(self) -> None:

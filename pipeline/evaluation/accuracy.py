@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -39,12 +38,12 @@ def evaluate(
     world: World,
     step_sync: StepSync,
     autocast: torch.autocast,
-    idle: Callable[[Callable[[Tensor], Any]], None] = lambda look: None,
+    dummy_forward: Callable[[Callable[[Tensor], object]], None] = lambda forward: None,
 ) -> Evaluation:
     """Metrics are named by their split: `{split}/top1`.
 
     `batches` yields (index, images) of this rank's part; `labels` (n,) are the labels to compare with.
-    `idle` is called in every turn in which this rank has no pictures and others have (Engine.dummy_forward).
+    `dummy_forward` is called in every turn in which this rank has no pictures and others have (Engine.dummy_forward).
     """
     classes = method.data.classes
     label_n = torch.from_numpy(labels.astype(np.int64)).to(world.device)
@@ -52,7 +51,7 @@ def evaluate(
     method.eval()
     for item in step_sync.keep_pace(batches):
         if item is None:
-            idle(method.scores)
+            dummy_forward(method.scores)
             continue
         index, images = item
         with autocast:

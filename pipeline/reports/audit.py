@@ -249,7 +249,7 @@ def apply(findings: Findings, opened: OpenedRun, split: Split, test: Split | Non
     root = _shared(list(roots.values())) if by_path else out / "pictures"
     with (out / "labels.csv").open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
-        table.writerow(["path", "label", "true_label", *(["split"] if test else [])])
+        table.writerow(["path", "given", "true", *(["split"] if test else [])])
         for name, part in parts.items():
             below = Path(os.path.relpath(roots[name], root)) if by_path else Path()
             paths = part.keys() if by_path else _copy_pictures(part, root, name)

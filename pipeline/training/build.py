@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,9 +20,9 @@ from pipeline.methods.base import Method, load_method
 from pipeline.process.stop_request import StopRequest
 from pipeline.tracking.tracker import NullTracker, start_tracker
 from pipeline.training import run_folder
-from pipeline.training.trainer import OnBatch, Trainer, TrainingData, check_resumable
+from pipeline.training.trainer import OnBatch, Trainer, TrainingData
 from shards.base.errors import UserError
-from shards.base.settings import flatten
+from shards.base.settings import Effect, effect_of, flatten
 from shards.build import ensure
 from shards.reader import Split, open_split
 
@@ -131,6 +132,20 @@ def _build_tracker(config: Config, world: World, folder: Path, train: Split, res
         }
     )
     return tracker
+
+
+def check_resumable(config: Config, split: Split, tree: dict[str, Any], name: str) -> None:
+    """Refuse a checkpoint of another training, saying how it differs."""
+    advice = "Give another `output` to start anew, or restore the settings to go on."
+    if tree["data"]["manifest"] != split.manifest.hash:
+        raise UserError(f"Checkpoint {name} belongs to other shards (its manifest has another hash). {advice}")
+    if tree["config"]["method"]["name"] != config.method.name:
+        raise UserError(f"Checkpoint {name} is one of method.name={tree['config']['method']['name']}. {advice}")
+    then, now = flatten(tree["config"]), flatten(config.model_dump(mode="json"))
+    fixed = [key for key in sorted(then.keys() | now.keys()) if effect_of(Config, key) is Effect.RESULT]
+    changed = [f"{key} was {then.get(key)!r}, is {now.get(key)!r}" for key in fixed if then.get(key) != now.get(key)]
+    if changed:
+        raise UserError(f"Checkpoint {name} was made with other settings: {'; '.join(changed[:8])}. {advice}")
 
 
 def _sample_log(config: Config, folder: Path, world: World) -> OnBatch | None:

@@ -12,7 +12,7 @@ import torch
 from pipeline.config import Config
 from pipeline.evaluation.accuracy import Evaluation, evaluate
 from pipeline.process.log import log
-from pipeline.training.trainer import Trainer, mean_of_last
+from pipeline.training.trainer import Trainer
 from shards.base.files import atomic_write
 
 EMBEDDED = 1000  # test pictures on the embedding map
@@ -46,6 +46,10 @@ def summarise(config: Config, trainer: Trainer) -> dict[str, Any]:
         "manifest": trainer.train_split.manifest.hash,
         "run_id": trainer.tracker.run_id,
     }
+
+
+def mean_of_last(history: list[dict[str, float]], key: str = "test/top1", count: int = 10) -> float:
+    return float(np.mean([past[key] for past in history[-count:]]))
 
 
 def write_final_outputs(trainer: Trainer, folder: Path) -> dict[str, Any] | None:

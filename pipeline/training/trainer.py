@@ -16,9 +16,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,10 +38,10 @@ from pipeline.process.log import Clock, log
 from pipeline.tracking import system_metrics
 from pipeline.tracking.tracker import NullTracker
 from pipeline.training.lr_schedule import lr_at
+from pipeline.training.state import TrainingState
 from shards.base.errors import UserError
 from shards.base.progress import Progress
 from shards.base.redact import redact_all
-from shards.base.settings import Effect, effect_of, flatten
 from shards.bias import class_groups
 from shards.reader import Split
 
@@ -93,7 +92,7 @@ class Trainer:
         self.clock = Clock()
         self.last_save = time.monotonic()
         if resume is not None:
-            self.load_state_dict(resume.tree)
+            self.load_state_dict(cast(TrainingState, resume.tree))
             log.info("resuming from %s: %s", resume.name, self.position)
 
     # -- the algorithm ------------------------------------------------------------------------------------------------
@@ -266,7 +265,7 @@ class Trainer:
         return take_survey(outputs, self._keep_pace(self.loader.survey(), dummy), len(self.train_split), self.world)
 
     def _keep_pace(
-        self, batches: Iterable[tuple[Tensor, Tensor]], forward: Callable[[Tensor], Any]
+        self, batches: Iterable[tuple[Tensor, Tensor]], forward: Callable[[Tensor], object]
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Own batches; after them, dummy forward passes while other ranks still have batches."""
         for item in self.step_sync.keep_pace(batches):
@@ -341,7 +340,7 @@ class Trainer:
         self.last_save = time.monotonic()
         self.checkpoints.save(self.position.global_step, self.state_dict(), best=best, wait=wait)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> TrainingState:
         """Everything a checkpoint holds. Called by all ranks together."""
         return {
             "config": redact_all(self.config.model_dump(mode="json")),
@@ -366,30 +365,16 @@ class Trainer:
             },
         }
 
-    def load_state_dict(self, tree: dict[str, Any]) -> None:
-        self.engine.load_model_state_dict(tree["method"])
-        self.engine.load_optimizer_state_dict(tree["engine"])
-        self.position = Position(**tree["position"])
-        self.history, self.epoch_metrics = tree["history"], tree["epoch_metrics"]
-        self.loss_sums = {name: self._own_loss_sum(value) for name, value in tree["loss_sums"].items()}
-        effort = tree["effort"]
+    def load_state_dict(self, state: TrainingState) -> None:
+        self.engine.load_model_state_dict(state["method"])
+        self.engine.load_optimizer_state_dict(state["engine"])
+        self.position = Position(**state["position"])
+        self.history, self.epoch_metrics = state["history"], state["epoch_metrics"]
+        self.loss_sums = {name: self._own_loss_sum(value) for name, value in state["loss_sums"].items()}
+        effort = state["effort"]
         self.clock = Clock(effort["seconds"])
         self.images, self.train_seconds = effort["images"], effort["train_seconds"]
         self.wait_seconds = effort.get("wait_seconds", 0.0)  # missing in older checkpoints
-
-
-def check_resumable(config: Config, split: Split, tree: dict[str, Any], name: str) -> None:
-    """Refuse a checkpoint of another training, saying how it differs."""
-    advice = "Give another `output` to start anew, or restore the settings to go on."
-    if tree["data"]["manifest"] != split.manifest.hash:
-        raise UserError(f"Checkpoint {name} belongs to other shards (its manifest has another hash). {advice}")
-    if tree["config"]["method"]["name"] != config.method.name:
-        raise UserError(f"Checkpoint {name} is one of method.name={tree['config']['method']['name']}. {advice}")
-    then, now = flatten(tree["config"]), flatten(config.model_dump(mode="json"))
-    fixed = [key for key in sorted(then.keys() | now.keys()) if effect_of(Config, key) is Effect.RESULT]
-    changed = [f"{key} was {then.get(key)!r}, is {now.get(key)!r}" for key in fixed if then.get(key) != now.get(key)]
-    if changed:
-        raise UserError(f"Checkpoint {name} was made with other settings: {'; '.join(changed[:8])}. {advice}")
 
 
 def _epoch_line(metrics: dict[str, float]) -> str:
@@ -401,7 +386,3 @@ def _epoch_line(metrics: dict[str, float]) -> str:
     }
     shown = [text % metrics[key] for key, text in names.items() if key in metrics]
     return "  ".join([*shown, f"{metrics.get('time/images_per_second', 0):.0f} img/s"])
-
-
-def mean_of_last(history: list[dict[str, float]], key: str = "test/top1", count: int = 10) -> float:
-    return float(np.mean([past[key] for past in history[-count:]]))

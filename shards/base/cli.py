@@ -275,6 +275,11 @@ def _shown(value: Any) -> str:
     return "''" if value == "" else str(list(value) if isinstance(value, tuple) else value)
 
 
+def print_error(error: UserError) -> None:
+    """One message on standard error, without secrets."""
+    print(f"error: {redact(str(error))}", file=sys.stderr, flush=True)
+
+
 def run(main: Callable[[list[str]], int | None]) -> NoReturn:
     """Run a command: a UserError becomes one clear message and exit code 2; nothing else is hidden."""
     try:
@@ -282,7 +287,7 @@ def run(main: Callable[[list[str]], int | None]) -> NoReturn:
     except UserError as error:
         if os.environ.get("EVENHAND_TRACEBACK"):
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         raise SystemExit(EXIT_USER_ERROR) from None
     except BrokenPipeError:
         raise SystemExit(0) from None

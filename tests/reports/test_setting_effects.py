@@ -10,7 +10,7 @@ from pydantic import Field
 
 from pipeline.config import Config
 from pipeline.reports.run_table import Result, compare
-from pipeline.training.trainer import check_resumable
+from pipeline.training.build import check_resumable
 from shards.base.errors import UserError
 from shards.base.settings import Effect, NoEffect, Settings, effect_of, effects, flatten, merge, parse_override
 from shards.config import BuildConfig
