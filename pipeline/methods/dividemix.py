@@ -45,7 +45,7 @@ class DivideMix(TwoNetworks[DivideMixOptions]):
         super().__init__(config, data, world)
         kind = torch.int16 if data.classes < 2**15 else torch.int32
         self.register_buffer("belief", torch.ones(2, len(data)))
-        self.register_buffer("refined", torch.from_numpy(data.given).to(kind))
+        self.register_buffer("refined", torch.tensor(data.given, dtype=kind))
         if self.options.loss_epochs > 1:
             self.register_buffer("past", torch.zeros(2, self.options.loss_epochs, len(data)))
             self.register_buffer("epochs_seen", torch.zeros((), dtype=torch.long))

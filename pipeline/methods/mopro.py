@@ -48,7 +48,7 @@ class MoPro(PrototypeMethod[MoProOptions]):
         self.key_average = Average(self.network, self.options.momentum)
         self.register_buffer("queue", torch.zeros(self.options.queue + 1, config.model.embedding))
         self.register_buffer("written", torch.zeros((), dtype=torch.long))
-        self.register_buffer("label", torch.from_numpy(data.given).int())
+        self.register_buffer("label", torch.tensor(data.given, dtype=torch.int32))
         for name in ("kept", "used", "score"):
             self.register_buffer(name, torch.ones(len(data)))
         self.pending: list[tuple[Tensor, Tensor]] = []  # rows of the current step, of all ranks

@@ -52,7 +52,7 @@ class Prototypical(PrototypeMethod[PrototypicalOptions]):
         K, D, N = data.classes, config.model.embedding, len(data)
         self.register_buffer("current", torch.zeros(K, D))
         self.register_buffer("weight", torch.ones(N))
-        self.register_buffer("refined", torch.from_numpy(data.given).to(torch.int16 if K < 2**15 else torch.int32))
+        self.register_buffer("refined", torch.tensor(data.given, dtype=torch.int16 if K < 2**15 else torch.int32))
         self.register_buffer("clean", torch.ones(N, dtype=torch.bool))
         self.register_buffer("flagged", torch.zeros(N, dtype=torch.uint8))
         # Scores and basis of the last survey: 16 bytes a sample, kept until the next survey replaces them. They are in

@@ -57,10 +57,14 @@ def test_mopro_forgets_a_step_that_broke() -> None:
     rows = torch.randn(2, 2 * method.queue.shape[1] + 4)
     rows[0, 3] = math.nan
     rows[:, -1] = 1
+    rows[:, -2] = 0.25  # the score
+    written, score, prototype = int(method.written), float(method.score[0]), method.prototypes[0].clone()
     method.pending = [(whole, rows)]
     method.after_step()
     for memory in (method.prototypes, method.queue, method.score):
         assert memory.isfinite().all()
+    assert (int(method.written), float(method.score[0]), float(method.score[1])) == (written + 1, score, 0.25)
+    assert torch.allclose(method.prototypes[0], prototype, atol=1e-6)
 
 
 def test_crts_second_stage_is_as_long_as_its_balanced_sampler() -> None:

@@ -75,9 +75,10 @@ def test_the_contrast_is_the_formula_over_the_filled_part_of_the_queue() -> None
         assert float(found) == pytest.approx(sum(slow) / 3, rel=1e-9, abs=1e-12)
 
 
-def test_the_loss_is_the_formula() -> None:
+@pytest.mark.parametrize("share", [0.5, 0.2])
+def test_the_loss_is_the_formula(share: float) -> None:
     """Labels corrected row by row: relabelled when sure, kept above chance, else only the contrast counts."""
-    method = mover(relabel_above=0.45).double()
+    method = mover(relabel_above=0.45, classifier_weight=share).double()
     method.prototypes.copy_(rows(0, K))
     method.queue[:20] = rows(1, 20)
     method.written.fill_(20)
@@ -93,7 +94,7 @@ def test_the_loss_is_the_formula() -> None:
             averaged = method.key_average.network
             key = normalize(averaged.projector(averaged(batch.views["strong"][i][None])[0]), dim=1)[0]
             said, near = softmax(logits[0]), softmax(method.prototypes @ z / T)
-            soft = [(a + b) / 2 for a, b in zip(said, near)]
+            soft = [share * a + (1 - share) * b for a, b in zip(said, near)]
             label = int(batch.label[i])
             good = soft[label] > 1 / K
             if max(soft) > 0.45:
@@ -131,6 +132,23 @@ def test_corrections_are_remembered_by_sample_and_reported_in_the_next_epoch() -
     given = torch.from_numpy(run.pictures.given).long()
     assert (beliefs.score < 1).all()  # every sample was judged
     assert torch.equal(beliefs.label[beliefs.clean], given[beliefs.clean])
+
+
+def test_beliefs_are_the_corrections_and_a_changed_label_is_not_clean() -> None:
+    method = mover(epoch=4)
+    given = torch.from_numpy(method.data.given).int()
+    method.label.copy_(given)
+    method.label[0] = (given[0] + 1) % K  # sample 0 was relabelled, 1 doubted, 2 dropped; the others stand
+    method.kept[1:3] = 0
+    method.used[2] = 0
+    method.score.copy_(torch.linspace(0, 1, N))
+    beliefs = method.beliefs
+    assert beliefs is not None
+    assert beliefs.clean.tolist() == [False] * 3 + [True] * (N - 3)
+    assert beliefs.label.tolist() == method.label.tolist()
+    assert beliefs.weight.tolist() == [1, 1, 0] + [1] * (N - 3)
+    assert torch.equal(beliefs.score, method.score)
+    assert [part.tolist() for part in beliefs.basis] == [beliefs.label.tolist(), beliefs.weight.tolist()]
 
 
 def test_the_last_stage_trains_the_classifier_alone_on_balanced_corrected_labels() -> None:

@@ -88,6 +88,38 @@ def test_a_restart_changes_not_one_bit(name: str) -> None:
             assert all(torch.equal(state[key], value) for key, value in states[following]["method"].items())
 
 
+@every_method
+def test_the_given_labels_are_not_changed_by_training(name: str) -> None:
+    pictures = Pictures()
+    before = pictures.given.copy()
+    for _ in Course(config_of(name), pictures).steps():
+        pass
+    assert np.array_equal(pictures.given, before)
+
+
+@every_method
+@pytest.mark.parametrize("classes", [3, 2**15])  # labels of so many classes need int32, the type of the given labels
+def test_no_buffer_shares_memory_with_the_given_labels(name: str, classes: int) -> None:
+    method = make_method(config_of(name), Pictures().given, classes)
+    shared = method.data.given
+    assert not [key for key, value in method.named_buffers() if np.shares_memory(value.numpy(), shared)]
+
+
+@every_method
+def test_a_state_dict_alone_predicts_what_the_method_predicted(name: str) -> None:
+    """As an exported model does: loaded into a new method that knows neither stage nor epoch."""
+    run = Course(config_of(name))
+    for _ in run.steps():
+        pass
+    again, images = make_method(run.config, run.pictures.given, run.classes), torch.randn(4, 3, 8, 8)
+    again.load_state_dict(run.method.state_dict())
+    with torch.no_grad():
+        expected, predicted = run.method.eval().scores(images), again.eval().scores(images)
+        assert torch.equal(run.method.embeddings(images), again.embeddings(images))
+    assert list(predicted) == list(expected)
+    assert all(torch.equal(predicted[head], expected[head]) for head in expected)
+
+
 def poor(given: list[int], same: bool = False) -> Pictures:
     pictures = Pictures(len(given))
     pictures.given = np.array(given, np.int32)
