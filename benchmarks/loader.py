@@ -86,7 +86,7 @@ def limit(split: Split) -> Arm:
 
     def work(thread: int) -> None:
         for index in range(thread, len(encoded), THREADS):
-            views.crop(decode(encoded[index], views.least)[0], choices[index], out[thread])
+            views.crop(decode(encoded[index], views.min_side)[0], choices[index], out[thread])
 
     def epoch() -> Iterator[Any]:
         with ThreadPoolExecutor(THREADS) as pool:

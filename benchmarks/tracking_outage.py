@@ -173,7 +173,7 @@ def verdict(ratios: list[float], lost: int) -> str:
 def main() -> None:
     mine, *others = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {mine})  # threads started later stay there too
-    tracking.LONGEST_PAUSE = 2.0  # a dead server is asked again more often than in earnest
+    tracking.MAX_PAUSE = 2.0  # a dead server is asked again more often than in earnest
     step = make_step()
     pairs: list[tuple[Halves, Halves]] = []
     with tempfile.TemporaryDirectory() as temporary:

@@ -38,7 +38,7 @@ WORK = "/work"  # for all output: the volume, or the disk of the pod, which is d
 CONFIG = "/config/settings.yaml"
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 USER = 10001  # of the image
-LONGEST_NAME = 52  # names of pods are made from it and must have fewer than 64 letters
+MAX_NAME = 52  # names of pods are made from it and must have fewer than 64 letters
 CACHED = 0.8  # of the pod's disk, for shards
 UNITS = {"M": 1e6, "G": 1e9, "T": 1e12, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
@@ -119,10 +119,10 @@ def _check(job: JobConfig, durable: dict[str, str], written: list[str]) -> None:
     """
     if not job.image:
         raise UserError("image is empty. Build one with `docker build -t NAME .`, push it, and give image=NAME.")
-    if not re.fullmatch(rf"[a-z]([a-z0-9-]{{0,{LONGEST_NAME - 2}}}[a-z0-9])?", job.name):
+    if not re.fullmatch(rf"[a-z]([a-z0-9-]{{0,{MAX_NAME - 2}}}[a-z0-9])?", job.name):
         raise UserError(
             f"name={job.name}: pods get their DNS names from it, so it must be small letters, digits and '-', begin with "
-            f"a letter, and have at most {LONGEST_NAME} characters. Give another name."
+            f"a letter, and have at most {MAX_NAME} characters. Give another name."
         )
     secrets = [redact(text) for text in written if redact(text) != text]
     if secrets:

@@ -94,13 +94,13 @@ def raise_everywhere(world: World, error: UserError | None) -> None:
 
 def _open(config: EvaluateConfig, world: World) -> tuple[OpenedRun, dict[str, Split]]:
     """The model and the splits to evaluate it on."""
-    from pipeline.inference.open_run import open_run, where
+    from pipeline.inference.open_run import open_run, shards_url
     from shards.reader import read_manifest
 
     if config.out and world.is_main:
         output_folder(Path(config.out))
     opened = open_run(config.run, config.uri, config.best)
-    url = where(opened.name, config.shards, opened.shards)
+    url = shards_url(opened.name, config.shards, opened.shards)
     names = config.split or [name for name in read_manifest(url).splits if name != "train"]
     if not names:
         raise UserError(f"{url} has no split but train. Name it with split=train.")

@@ -1,4 +1,4 @@
-"""`python -m pipeline.predict RUN PICTURES...`: what a trained model says of picture files, one after the
+"""`python -m pipeline.predict RUN PICTURES...`: classify picture files by a trained model, one after the
 other.
 
 PICTURES are files or folders (searched for pictures), or `-` for a list of paths on standard input. Answers

@@ -53,7 +53,7 @@ def train(trainer: Trainer) -> int:
     from pipeline.training import final_outputs, run_folder
 
     folder, world = Path(trainer.config.output), trainer.world
-    if done := world.broadcast_object(run_folder.finished(folder)):  # rank 0's folder counts
+    if done := world.broadcast_object(run_folder.read_summary(folder)):  # rank 0's folder counts
         log.info("this run has finished already (best %.2f, last %.2f): %s", done["best"], done["last"], folder)
         return write_exit_status("finished")
     if world.is_main:

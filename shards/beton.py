@@ -31,7 +31,7 @@ from shards.write import ignore_sigint
 if TYPE_CHECKING:
     from shards.reader import Split
 
-LEAST_PAGE = 1 << 21
+MIN_PAGE = 1 << 21
 FIELDS = ("image", "given", "true", "index", "flipped", "key")
 
 
@@ -86,7 +86,7 @@ def _write_split(split: Split, path: str) -> None:
     # Set on the object: FFCV finds the type of a field by its exact class.
     image.encode = _store_image
     fields = {"image": image, **{name: IntField() for name in FIELDS[1:-1]}, "key": JSONField()}
-    page = LEAST_PAGE
+    page = MIN_PAGE
     while page < _largest(split) + (1 << 16):
         page *= 2
     # One worker: with more, the order of pages depends on their speed.

@@ -29,7 +29,7 @@ EXTENSIONS = ("jpg", "png", "webp")
 # another number would make other shards of the same settings.
 MAX_PIXELS: int = BuildConfig.model_fields["max_pixels"].default
 # Shards built with a larger max_pixels are read up to here. A manifest is data and cannot raise it.
-MOST_PIXELS = max(MAX_PIXELS, 100_000_000)
+PIXEL_CAP = max(MAX_PIXELS, 100_000_000)
 _ORIENTATION = 0x0112
 _TRUNCATED = ("truncated", "not enough data", "unexpected end", "broken data stream")
 
@@ -62,7 +62,7 @@ class JpegHeader:
 def pixel_limit(options: dict[str, Any]) -> int:
     """The limit for pictures of shards, from the options in their manifest."""
     limit = options.get("max_pixels")
-    return min(limit, MOST_PIXELS) if isinstance(limit, int) else MAX_PIXELS
+    return min(limit, PIXEL_CAP) if isinstance(limit, int) else MAX_PIXELS
 
 
 def check_pixels(width: int, height: int, limit: int) -> None:
@@ -118,14 +118,14 @@ def open_picture(data: bytes | memoryview, max_pixels: int) -> Iterator[ImageFil
         raise Rejected("truncated" if truncated else f"cannot be decoded ({type(error).__name__})") from None
 
 
-def is_turned(image: Image.Image) -> bool:
+def is_rotated(image: Image.Image) -> bool:
     """Whether EXIF says that the picture must be rotated or mirrored to stand upright."""
     return image.getexif().get(_ORIENTATION, 1) not in (0, 1)
 
 
 def upright_rgb(image: Image.Image) -> Image.Image:
     """The picture as a person would see it."""
-    return to_rgb(ImageOps.exif_transpose(image) if is_turned(image) else image)
+    return to_rgb(ImageOps.exif_transpose(image) if is_rotated(image) else image)
 
 
 def check_and_convert(data: bytes, rules: Rules) -> tuple[bytes, str]:
@@ -172,7 +172,7 @@ def _convert(image: Image.Image, data: bytes, rules: Rules) -> tuple[bytes, str]
     # Many cameras put a second view behind the first (MPO); every JPEG reader takes the first.
     extension = "jpg" if image.format == "MPO" else FORMATS[str(image.format)]
     animated = extension != "jpg" and getattr(image, "n_frames", 1) > 1
-    turned = is_turned(image)
+    turned = is_rotated(image)
     sixteen_bit = extension == "png" and data[24:25] == b"\x10"
     image.load()
     special = animated or turned or sixteen_bit or "transparency" in image.info

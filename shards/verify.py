@@ -33,7 +33,7 @@ from shards.sources import Rejected
 from shards.tar import BLOCK, header
 
 ABOUT = "Check finished shards: hashes, counts, indices and, if asked, that every picture can be decoded."
-_MOST_JSON = 1 << 20
+MAX_JSON = 1 << 20
 
 Report = Callable[[str], None]
 
@@ -220,7 +220,7 @@ class _SplitCheck:
         position = sample["offset"] + size + -size % BLOCK
         try:
             length = int(data[position + 124 : position + 135], 8)
-            if data[position : position + BLOCK] != header(f"{index:08d}.json".encode(), length) or length > _MOST_JSON:
+            if data[position : position + BLOCK] != header(f"{index:08d}.json".encode(), length) or length > MAX_JSON:
                 raise ValueError
         except ValueError:
             return "the tar header of the JSON is wrong", None

@@ -156,7 +156,7 @@ class Checkpointer:
         """The newest checkpoint that verifies (or the one named), the same on all ranks; None if none is
         there.
 
-        UserError if there are checkpoints and none of them can be used: starting again from nothing would
+        UserError if there are checkpoints and none of them can be used: a silent new start would
         hide it.
         """
         return self._load([name] if name else None)
@@ -164,7 +164,7 @@ class Checkpointer:
     def best(self) -> Loaded | None:
         """The newest checkpoint that was saved as the best one."""
         self._warn(self._finish_write())
-        names = _best_ones(self.store, file_format.listed(self.store)) if self.world.is_main else []
+        names = _best(self.store, file_format.listed(self.store)) if self.world.is_main else []
         names = self.world.broadcast_object(names)
         return self._load(names) if names else None
 
@@ -256,7 +256,7 @@ def read_checkpoint(url: str | Path, best: bool = False) -> Loaded:
     store = store_at(str(url))
     for place in (store, store_at(store.at("checkpoints"))):
         names = file_format.listed(place)
-        found, refused = choose(place, (_best_ones(place, names) or names) if best else names)
+        found, refused = choose(place, (_best(place, names) or names) if best else names)
         for sentence in refused.values():
             log.warning(sentence)
         if found:
@@ -270,7 +270,7 @@ def read_checkpoint(url: str | Path, best: bool = False) -> Loaded:
     raise UserError(f"There is no checkpoint in {store}. Give the output folder of a run, or a folder step-….")
 
 
-def _best_ones(store: Store, names: list[str]) -> list[str]:
+def _best(store: Store, names: list[str]) -> list[str]:
     def is_best(name: str) -> bool:
         try:
             return bool(file_format.read_manifest(store, name)["best"])

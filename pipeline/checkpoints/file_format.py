@@ -1,8 +1,8 @@
-"""The file format of a checkpoint: one folder, three files, every byte accounted for.
+"""The file format of a checkpoint: one folder, three files, every byte verified.
 
     tensors.safetensors   all tensors, by their path in the tree (any safetensors reader opens it)
     state.json            the tree itself; a tensor stands in it as {"$tensor": "path"}
-    manifest.json         format, step, size and sha256 of the other two, and a seal over the manifest itself
+    manifest.json         format, step, size and sha256 of the other two, and a seal: its own sha256
 
 The manifest is written last. A folder whose bytes do not agree with it is refused with the reason. Nothing
 here can run code, and no name in a manifest is ever used as a path.
@@ -54,7 +54,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class Damaged(Exception):
-    """This checkpoint is not what was written; the message says how one can tell."""
+    """The checkpoint is not as it was written; the message says why."""
 
 
 @dataclass
@@ -96,7 +96,7 @@ def encode(tree: Mapping[str, object]) -> tuple[dict[str, Tensor], bytes]:
         if isinstance(value, list | tuple):
             return [visit(inner, f"{path}/{i}") for i, inner in enumerate(value)]
         if type(value) is float and not math.isfinite(value):
-            return {"$float": repr(value)}  # JSON has no word for it
+            return {"$float": repr(value)}  # not valid in JSON
         if value is None or type(value) in (bool, int, float, str):
             return value
         raise TypeError(f"checkpoint: '{path}' is a {type(value).__name__}, neither tensor nor JSON value")
@@ -165,20 +165,20 @@ def parse_tensors(data: bytearray) -> dict[str, Tensor]:
 
 
 def write(store: Store, name: str, step: int, best: bool, tensors: dict[str, Tensor], state: bytes) -> None:
-    """A complete checkpoint called `name`, or nothing that could be taken for one."""
+    """Write a checkpoint called `name`, complete or not at all."""
     with store.write_folder(name) as create:
-        _fill(create, step, best, tensors, state)
+        _write_files(create, step, best, tensors, state)
 
 
-def _fill(create: CreateFile, step: int, best: bool, tensors: dict[str, Tensor], state: bytes) -> None:
+def _write_files(create: CreateFile, step: int, best: bool, tensors: dict[str, Tensor], state: bytes) -> None:
     """Write the three files, the manifest last."""
-    files = {TENSORS: _put(create(TENSORS), stream_tensors(tensors)), STATE: _put(create(STATE), [state])}
+    files = {TENSORS: _write_file(create(TENSORS), stream_tensors(tensors)), STATE: _write_file(create(STATE), [state])}
     manifest: Tree = {"format": FORMAT, "step": step, "best": best, "files": files}
     manifest["seal"] = _seal(manifest)
-    _put(create(MANIFEST), [json.dumps(manifest, indent=1).encode()])
+    _write_file(create(MANIFEST), [json.dumps(manifest, indent=1).encode()])
 
 
-def _put(open_file: Any, pieces: Pieces) -> dict[str, Any]:
+def _write_file(open_file: Any, pieces: Pieces) -> dict[str, Any]:
     """Write pieces to an open file, through to the disk if it has one; what the manifest says of it."""
     digest, size = hashlib.sha256(), 0
     with open_file as file:
@@ -187,12 +187,12 @@ def _put(open_file: Any, pieces: Pieces) -> dict[str, Any]:
             size += len(piece)
             file.write(piece)
         file.flush()
-        if (number := _file_number(file)) is not None:
+        if (number := _fileno(file)) is not None:
             os.fsync(number)
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def _file_number(file: Any) -> int | None:
+def _fileno(file: Any) -> int | None:
     try:
         return int(file.fileno())
     except (AttributeError, OSError):
@@ -204,7 +204,7 @@ def _seal(manifest: Tree) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-# -- what is there ---------------------------------------------------------------------------------
+# -- listing ---------------------------------------------------------------------------------------
 
 
 def key(name: str) -> tuple[int, int]:
@@ -258,15 +258,15 @@ def read(store: Store, name: str) -> Snapshot:
     """The checkpoint with every byte checked; Damaged if any is wrong."""
     manifest = read_manifest(store, name)
     data: dict[str, bytearray] = {}
-    for file, said in manifest["files"].items():
+    for file, entry in manifest["files"].items():
         path = f"{name}/{file}" if name else file
         size = store.size(path)
         if size is None:
             raise Damaged(f"{file} is missing")
-        if size != said["bytes"]:
-            raise Damaged(f"{file} has {size} bytes instead of {said['bytes']}")
+        if size != entry["bytes"]:
+            raise Damaged(f"{file} has {size} bytes instead of {entry['bytes']}")
         data[file] = _fetch(store, path, size)
-        if hashlib.sha256(data[file]).hexdigest() != said["sha256"]:
+        if hashlib.sha256(data[file]).hexdigest() != entry["sha256"]:
             raise Damaged(f"{file} has other bytes than were written (sha256 differs)")
     return Snapshot(name, manifest["step"], manifest["best"], bytes(data[STATE]), data[TENSORS])
 

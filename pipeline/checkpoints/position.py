@@ -1,4 +1,4 @@
-"""Where a training stands. Together with the seed it determines everything that follows."""
+"""The position in a training. With the seed it determines all that follows."""
 
 from __future__ import annotations
 

@@ -17,20 +17,20 @@ log = logging.getLogger(__name__)
 _held: list[IO[str]] = []  # closing a file would give up the lock on it
 
 
-def lock(output: str | Path, world: World | None = None, patience: float = 2.0) -> None:
+def lock(output: str | Path, world: World | None = None, timeout: float = 2.0) -> None:
     """Lock the output folder until this process is gone. UserError on all ranks if another running job has it."""
     world = world or World()
     problem: str | None = None
     if world.is_main:
         try:
-            _take(Path(output), patience)
+            _acquire(Path(output), timeout)
         except UserError as error:
             problem = str(error)
     if problem := world.broadcast_object(problem):
         raise UserError(problem)
 
 
-def _take(folder: Path, patience: float) -> None:
+def _acquire(folder: Path, timeout: float) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / "lock", "a+")  # noqa: SIM115
@@ -39,8 +39,8 @@ def _take(folder: Path, patience: float) -> None:
             f"The output folder {folder} cannot be written ({error.strerror}). "
             "Make it writable, or set output to another folder."
         ) from None
-    until = time.monotonic() + patience  # a job that was just killed needs a moment to exit
-    while not _locked(file):
+    until = time.monotonic() + timeout  # a job that was just killed needs a moment to exit
+    while not _try_lock(file):
         if time.monotonic() > until:
             file.seek(0)
             holder = file.read(200).strip() or "unknown"
@@ -55,7 +55,7 @@ def _take(folder: Path, patience: float) -> None:
     file.flush()
 
 
-def _locked(file: IO[str]) -> bool:
+def _try_lock(file: IO[str]) -> bool:
     try:
         return try_lock(file, per_process=True)  # forked children may outlive the job and must not keep the lock
     except OSError as error:

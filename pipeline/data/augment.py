@@ -40,7 +40,7 @@ def _histogram(pictures: Tensor) -> Tensor:
     )
 
 
-def _look_up(pictures: Tensor, table: Tensor) -> Tensor:
+def _apply_lut(pictures: Tensor, table: Tensor) -> Tensor:
     """table (n*3, 256): the new value of every level of every channel."""
     flat = pictures.flatten(0, 1).flatten(1).long()
     return table.clamp(0, 255).to(torch.uint8).gather(1, flat).view_as(pictures)
@@ -54,7 +54,7 @@ def autocontrast(pictures: Tensor, _: Tensor) -> Tensor:
     # Divided tensor by tensor: torch turns number / tensor into a less exact product with the reciprocal.
     scale = torch.full_like(low, 255.0) / (high - low)  # infinite for a flat channel, which keeps its levels below
     table = torch.where(high > low, (level * scale + -low * scale).trunc(), level)
-    return _look_up(pictures, table)
+    return _apply_lut(pictures, table)
 
 
 def equalize(pictures: Tensor, _: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def equalize(pictures: Tensor, _: Tensor) -> Tensor:
     step = (counts.sum(1, keepdim=True) - last) // 255
     level = torch.arange(256, device=pictures.device).expand_as(counts)
     spread = (step // 2 + counts.cumsum(1) - counts) // step.clamp_min(1)
-    return _look_up(pictures, torch.where(step > 0, spread, level))
+    return _apply_lut(pictures, torch.where(step > 0, spread, level))
 
 
 def posterize(pictures: Tensor, bits: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def solarize(pictures: Tensor, threshold: Tensor) -> Tensor:
 def affine(pictures: Tensor, matrix: Tensor) -> Tensor:
     """Pillow's bilinear affine transform; matrix (n, 6) maps output to input positions. Outside is black.
 
-    In float64 and in Pillow's order of operations, because results are cut, not rounded, to whole levels.
+    In float64 and in Pillow's order of operations, because results are truncated, not rounded.
     """
     height, width = pictures.shape[2:]
     a, b, c, d, e, f = (part.view(-1, 1, 1) for part in matrix.double().unbind(1))
@@ -151,7 +151,7 @@ class Operation:
     parameter: Callable[[np.ndarray, np.ndarray, int], np.ndarray]  # (level, sign, size) -> (n,) or (n, 6)
 
 
-def _whole(level: np.ndarray, largest: float) -> np.ndarray:
+def _truncate(level: np.ndarray, largest: float) -> np.ndarray:
     return np.trunc(level * largest / 10)
 
 
@@ -164,7 +164,7 @@ def _matrices(n: int, **cells: np.ndarray) -> np.ndarray:
 
 @lru_cache
 def _rotation(degrees: int, size: int) -> tuple[float, ...]:
-    """Turn around the middle; the rounding to 15 decimals is Pillow's and decides pixels at the edge."""
+    """Rotate about the centre; rounding to 15 decimals is Pillow's and decides pixels at the edge."""
     angle = -math.radians(degrees)
     cos, sin, middle = round(math.cos(angle), 15), round(math.sin(angle), 15), size / 2
     return (
@@ -177,8 +177,8 @@ def _rotation(degrees: int, size: int) -> tuple[float, ...]:
     )
 
 
-def _turn(level: np.ndarray, sign: np.ndarray, size: int) -> np.ndarray:
-    degrees = _whole(level, 30) * sign
+def _rotate(level: np.ndarray, sign: np.ndarray, size: int) -> np.ndarray:
+    degrees = _truncate(level, 30) * sign
     return np.array([_rotation(int(d), size) for d in degrees]).reshape(-1, 6)
 
 
@@ -190,13 +190,17 @@ def _enhance(level: np.ndarray, sign: np.ndarray, size: int) -> np.ndarray:
 OPERATIONS: dict[str, Operation] = {
     "autocontrast": Operation(autocontrast, lambda level, sign, size: level),
     "equalize": Operation(equalize, lambda level, sign, size: level),
-    "posterize": Operation(posterize, lambda level, sign, size: np.maximum(4 - _whole(level, 4), 0)),
-    "rotate": Operation(affine, _turn),
-    "solarize": Operation(solarize, lambda level, sign, size: 256 - _whole(level, 256)),
+    "posterize": Operation(posterize, lambda level, sign, size: np.maximum(4 - _truncate(level, 4), 0)),
+    "rotate": Operation(affine, _rotate),
+    "solarize": Operation(solarize, lambda level, sign, size: 256 - _truncate(level, 256)),
     "shear_x": Operation(affine, lambda level, sign, size: _matrices(len(level), b=sign * level * 0.3 / 10)),
     "shear_y": Operation(affine, lambda level, sign, size: _matrices(len(level), d=sign * level * 0.3 / 10)),
-    "translate_x": Operation(affine, lambda level, sign, size: _matrices(len(level), c=sign * _whole(level, size / 3))),
-    "translate_y": Operation(affine, lambda level, sign, size: _matrices(len(level), f=sign * _whole(level, size / 3))),
+    "translate_x": Operation(
+        affine, lambda level, sign, size: _matrices(len(level), c=sign * _truncate(level, size / 3))
+    ),
+    "translate_y": Operation(
+        affine, lambda level, sign, size: _matrices(len(level), f=sign * _truncate(level, size / 3))
+    ),
     "colour": Operation(colour, _enhance),
     "contrast": Operation(contrast, _enhance),
     "brightness": Operation(brightness, _enhance),
@@ -212,7 +216,7 @@ class AugMixDraws:
     """What AugMix does to a batch: output = coefficients[0] * picture + sum_c coefficients[1+c] * chain_c.
 
     An entry of a chain is one operation on some rows of the batch. All rows and parameters lie in two tensors,
-    so that little has to travel and the device need not be asked how long anything is.
+    so that few copies and no host synchronisation are needed.
     """
 
     coefficients: Tensor  # (B, 1+C) float32
@@ -224,17 +228,17 @@ class AugMixDraws:
         return AugMixDraws(move(self.coefficients), move(self.rows), move(self.parameters), self.chains)
 
 
-def draw_augmix(uniforms: np.ndarray, size: int, reading: str, severity: float) -> AugMixDraws:
-    """uniforms (B, DRAWS) to a plan.
+def draw_augmix(uniforms: np.ndarray, size: int, variant: str, severity: float) -> AugMixDraws:
+    """uniforms (B, DRAWS) to draws.
 
-    reading=original: three chains, as published. reading=released: the authors' code mixes only the last of
+    variant=original: three chains, as published. variant=released: the authors' code mixes only the last of
     its three chains, with that chain's own weight, so the coefficients do not sum to one.
     """
     blend = uniforms[:, 0]  # Beta(1, 1)
     share = -np.log1p(-uniforms[:, 1 : 1 + CHAINS])  # Dirichlet(1, 1, 1) from exponentials
     share = share / np.maximum(share.sum(1, keepdims=True), 1e-300)
     table = uniforms[:, 1 + CHAINS :].reshape(-1, CHAINS, 1 + 3 * DEPTH)
-    if reading == "released":
+    if variant == "released":
         share, table = share[:, -1:], table[:, -1:]
     coefficients = np.concatenate([1 - blend[:, None], blend[:, None] * share], 1)
     chains: list[list[tuple[Apply, slice]]] = []
@@ -280,23 +284,23 @@ def _by_operation(
 # -- on the device -------------------------------------------------------------------------------------------
 
 
-def augmix(pictures: Tensor, todo: AugMixDraws) -> tuple[Tensor, Tensor]:
+def augmix(pictures: Tensor, draws: AugMixDraws) -> tuple[Tensor, Tensor]:
     """((B, 3, S, S) float32 mixture in levels of 0..255, (B,) float32 sum of its coefficients)."""
-    weights = todo.coefficients.t()[:, :, None, None, None]  # (1+C, B, 1, 1, 1)
+    weights = draws.coefficients.t()[:, :, None, None, None]  # (1+C, B, 1, 1, 1)
     mixture = weights[0] * pictures
-    for weight, operations in zip(weights[1:], todo.chains):
+    for weight, operations in zip(weights[1:], draws.chains):
         chain = pictures.clone()
         for apply, part in operations:
-            rows = todo.rows[part]
-            chain.index_copy_(0, rows, apply(chain.index_select(0, rows), todo.parameters[part]))
+            rows = draws.rows[part]
+            chain.index_copy_(0, rows, apply(chain.index_select(0, rows), draws.parameters[part]))
         mixture += weight * chain
-    return mixture, todo.coefficients.sum(1)
+    return mixture, draws.coefficients.sum(1)
 
 
-Three = Tensor | Sequence[float]  # one number for each channel; best a tensor that is on the device already
+PerChannel = Tensor | Sequence[float]  # one number for each channel; best a tensor that is on the device already
 
 
-def normalise(levels: Tensor, mean: Three, std: Three, total: Tensor | None = None) -> Tensor:
+def normalise(levels: Tensor, mean: PerChannel, std: PerChannel, total: Tensor | None = None) -> Tensor:
     """(levels / 255 - mean) / std by channel.
 
     `total`: the sum of coefficients of a mixture; the result is then the mixture of the normalised pictures.
@@ -305,4 +309,4 @@ def normalise(levels: Tensor, mean: Three, std: Three, total: Tensor | None = No
     shift = centre / scale
     if total is not None:
         shift = shift * _per_picture(total)
-    return (levels * (1 / (255 * scale))).sub_(shift)  # two walks over the memory, from bytes to float32
+    return (levels * (1 / (255 * scale))).sub_(shift)  # two passes over memory, from bytes to float32

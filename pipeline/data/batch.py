@@ -1,4 +1,4 @@
-"""What a method sees of the data: the training set without pictures, a pass over it, and one batch."""
+"""The data a method sees: the training set without pictures, a pass over it, and one batch."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class TrainingSet:
 class Pass:
     """One pass over an order of samples.
 
-    With `beside`, each step also has a batch of that second order, which repeats as often as needed.
+    With `second`, each step also has a batch of that second order, which repeats as often as needed.
     """
 
     order: np.ndarray  # (n,) sample indices, already shuffled
     views: tuple[str, ...] = ("weak",)
     batch: int = 0  # 0: the run's global batch
-    beside: np.ndarray | None = None
-    beside_batch: int = 0
+    second: np.ndarray | None = None
+    second_batch: int = 0
     trainable: tuple[str, ...] | None = None  # None: the stage's
     learner: int = 0  # which of the method's networks learns in this pass; its batches say so too
 
@@ -77,7 +77,7 @@ class Batch:
     groups: Tensor  # (B,) int64, mixing group of each row; groups never cross ranks
     share: float = 1.0  # this micro-batch's part of its global batch, by rows over all ranks
     last: bool = True  # whether the optimiser steps after this micro-batch
-    beside: Batch | None = field(default=None)  # a second stream, e.g. unlabelled beside labelled
+    second: Batch | None = field(default=None)  # a second stream, e.g. unlabelled beside labelled
     learner: int = 0  # which of the method's networks learns: that of the pass
 
     @property

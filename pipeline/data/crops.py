@@ -1,6 +1,6 @@
 """Views of a picture: random crops for training, the centre crop for testing.
 
-A picture is decoded once and every view is cut from the same array. The beginning of a view's name says its kind:
+A picture is decoded once and all views are crops of that array. The beginning of a view's name says its kind:
 `weak*` and `strong*` are random crops (AugMix makes a strong view strong, on the device), `test` is the centre crop.
 Pictures are (H, W, 3) uint8 here.
 """
@@ -25,7 +25,7 @@ def resize(picture: np.ndarray, height: int, width: int) -> np.ndarray:
     """Bilinear with antialiasing; Pillow's result within one grey level, in a third of its time."""
     if picture.shape[:2] == (height, width):
         return picture
-    # In one piece first: else torch makes the copy, and starts a team of threads in each of ours to do it.
+    # Contiguous first: torch would copy with a thread pool of its own in each of our threads.
     source = torch.from_numpy(np.ascontiguousarray(picture)).permute(2, 0, 1)[None]
     scaled = F.interpolate(source, size=(height, width), mode="bilinear", antialias=True, align_corners=False)
     return scaled[0].permute(1, 2, 0).numpy()
@@ -34,7 +34,7 @@ def resize(picture: np.ndarray, height: int, width: int) -> np.ndarray:
 def center_crop(picture: np.ndarray, short: int, size: int) -> np.ndarray:
     """Short side scaled to `short`, then the middle square of `size`."""
     height, width = picture.shape[:2]
-    if max(height, width) > 4 * min(height, width):  # a ribbon: scaled whole it might fill the memory
+    if max(height, width) > 4 * min(height, width):  # very long: resized whole it may fill memory
         h, w = min(height, 4 * width), min(width, 4 * height)
         picture = picture[(height - h) // 2 :, (width - w) // 2 :][:h, :w]
         height, width = h, w
@@ -64,14 +64,14 @@ class Views:
         return self.config.crop == "pad" and self.short == self.config.size
 
     @property
-    def least(self) -> int:
-        """Short side below which no picture should be decoded smaller, so that crops keep their sharpness."""
+    def min_side(self) -> int:
+        """Smallest short side to decode a picture to, so that crops stay sharp."""
         if self.config.crop == "pad":
             return self.short
         return max(self.short, 2 * self.config.size)
 
     def choices(self, uniforms: np.ndarray) -> np.ndarray:
-        """(B, DRAWS) uniform numbers to choices for `cut`: all that does not need the picture, in one go.
+        """(B, DRAWS) uniform numbers to choices for `crop`: all that does not need the picture.
 
         Columns: flip; the place (2); for crop=resized, ten tries of width and height as shares of sqrt(area).
         """
@@ -88,13 +88,13 @@ class Views:
             out[:] = center_crop(picture, self.short, config.size)
             return
         if config.crop == "pad":
-            view = self._shifted(picture, choices)
+            view = self._pad_crop(picture, choices)
         else:
             top, left, height, width = random_resized_crop_box(picture.shape[0], picture.shape[1], choices)
             view = resize(picture[top : top + height, left : left + width], config.size, config.size)
         out[:] = view[:, ::-1] if config.flip and choices[0] < 0.5 else view
 
-    def _shifted(self, picture: np.ndarray, choices: np.ndarray) -> np.ndarray:
+    def _pad_crop(self, picture: np.ndarray, choices: np.ndarray) -> np.ndarray:
         size, padding = self.config.size, self.config.padding
         padded = np.zeros((size + 2 * padding, size + 2 * padding, 3), np.uint8)
         padded[padding : padding + size, padding : padding + size] = center_crop(picture, size, size)
@@ -103,7 +103,7 @@ class Views:
 
 
 def random_resized_crop_box(height: int, width: int, choices: np.ndarray) -> tuple[int, int, int, int]:
-    """(top, left, height, width) of a random resized crop with torchvision's law.
+    """(top, left, height, width) of a random resized crop, as in torchvision.
 
     Area uniform, ratio log-uniform. Ten tries, then the largest central crop of an allowed ratio.
     """

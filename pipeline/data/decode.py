@@ -7,36 +7,36 @@ from typing import Any
 import numpy as np
 import simplejpeg
 
-from shards.picture import MAX_PIXELS, is_turned, open_picture, read_jpeg_header, upright_rgb
+from shards.picture import MAX_PIXELS, is_rotated, open_picture, read_jpeg_header, upright_rgb
 from shards.sources import Rejected
 
 
 class DecodeError(Exception):
-    """The bytes are no picture we can use; the message says why."""
+    """The picture cannot be decoded; the message says why."""
 
 
-def decode(data: Any, least: int = 0, max_pixels: int = MAX_PIXELS) -> tuple[np.ndarray, bool]:
+def decode(data: Any, min_side: int = 0, max_pixels: int = MAX_PIXELS) -> tuple[np.ndarray, bool]:
     """The picture upright, and whether its file was cut short (the missing part is grey or black).
 
-    `least`: a large JPEG may come back smaller as long as its short side keeps this many pixels; 0 = never.
+    `min_side`: a large JPEG may be decoded smaller, with at least this short side; 0 = never.
     """
     data = memoryview(data)
     try:
-        decoded = _decode_jpeg(data, least, max_pixels)
+        decoded = _decode_jpeg(data, min_side, max_pixels)
         return _decode_with_pillow(data, max_pixels) if decoded is None else decoded
     except Rejected as error:
         raise DecodeError(str(error)) from None
 
 
-def _decode_jpeg(data: memoryview, least: int, max_pixels: int) -> tuple[np.ndarray, bool] | None:
-    """The fast way; None for the few JPEGs that need Pillow."""
+def _decode_jpeg(data: memoryview, min_side: int, max_pixels: int) -> tuple[np.ndarray, bool] | None:
+    """By simplejpeg; None for JPEGs that need Pillow."""
     header = read_jpeg_header(data, max_pixels)
     if header is None or header.colorspace not in ("YCbCr", "Gray", "RGB"):
         return None
-    if header.has_exif and _is_turned(data, max_pixels):
+    if header.has_exif and _is_rotated(data, max_pixels):
         return None
     # Factors between 1 and 2 cost more than they save.
-    scaled = {"min_height": least, "min_width": least, "min_factor": 2}
+    scaled = {"min_height": min_side, "min_width": min_side, "min_factor": 2}
     try:
         return simplejpeg.decode_jpeg(data, "RGB", **scaled), False
     except ValueError as error:
@@ -49,10 +49,10 @@ def _decode_jpeg(data: memoryview, least: int, max_pixels: int) -> tuple[np.ndar
         raise DecodeError(str(error)) from None
 
 
-def _is_turned(data: memoryview, max_pixels: int) -> bool:
+def _is_rotated(data: memoryview, max_pixels: int) -> bool:
     try:
         with open_picture(data, max_pixels) as image:
-            return is_turned(image)
+            return is_rotated(image)
     except Rejected:  # the header is damaged, but the picture itself may be fine
         return False
 

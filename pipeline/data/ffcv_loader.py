@@ -27,7 +27,7 @@ from pipeline.distributed.world import World
 from shards.base.errors import UserError
 
 SLOTS = 4  # FFCV allocates its batches ahead plus two
-MEMORY = 1 << 30  # bytes for decoded pictures waiting to be cut
+MEMORY = 1 << 30  # bytes of decoded pictures to be cropped
 
 
 class BetonLoader(Loader):
@@ -50,13 +50,13 @@ class BetonLoader(Loader):
     def _fill(
         self, todo: Iterator[MicroBatch], views: tuple[str, ...], order_key: int, prefetch: Callable[[np.ndarray], None]
     ) -> Generator[Filled]:
-        cutting = self._cutting(list(todo), views, order_key)
+        cropped = self._cropped(list(todo), views, order_key)
         coordinator = ThreadPoolExecutor(1, thread_name_prefix="decode")
         pending: deque[Future[Filled | None]] = deque()
         try:
             while True:
                 while len(pending) <= self.config.prefetch:
-                    pending.append(coordinator.submit(next, cutting, None))
+                    pending.append(coordinator.submit(next, cropped, None))
                 start = time.perf_counter()
                 filled = pending.popleft().result()
                 self.wait_seconds += time.perf_counter() - start
@@ -65,9 +65,9 @@ class BetonLoader(Loader):
                 yield filled
         finally:
             coordinator.shutdown(wait=True, cancel_futures=True)
-            cutting.close()
+            cropped.close()
 
-    def _cutting(self, micros: list[MicroBatch], views: tuple[str, ...], order_key: int) -> Generator[Filled]:
+    def _cropped(self, micros: list[MicroBatch], views: tuple[str, ...], order_key: int) -> Generator[Filled]:
         """Pictures arrive in the order of all rows of all micro-batches, in runs of FFCV's own length."""
         samples = np.concatenate([rows.index for micro in micros for rows in micro.parts] or [np.zeros(0)])
         arrivals = self._source.decoded(samples)
@@ -79,7 +79,7 @@ class BetonLoader(Loader):
                 parts = [self._draw_random(rows, views, order_key) for rows in micro.parts]
                 for part, row in [(p, row) for p in parts for row in range(len(p.rows.index))]:
                     if used == len(run):
-                        _finish(work)  # FFCV writes over a run when the next one is asked for
+                        _finish(work)  # FFCV reuses the memory of a run for the next one
                         run, used = next(arrivals), 0
                     work.append(pool.submit(self._crop_row, part, row, run[used]))
                     used += 1
@@ -91,7 +91,7 @@ class BetonLoader(Loader):
 
     def _crop_row(self, part: Part, row: int, flat: np.ndarray) -> None:
         height, width = self._source.shape(int(part.rows.index[row]))
-        if flat[-1]:  # broken, or merely odd: the decoder of the tars decides
+        if flat[-1]:  # FFCV failed: use the decoder of the tar loader
             self._decode_row(part, row, self._source.encoded(int(part.rows.index[row])))
         else:
             self._crop_views(part, row, flat[: height * width * 3].reshape(height, width, 3))
@@ -153,7 +153,7 @@ class _Beton:
         )
 
     def _hold(self, path: str) -> str:
-        """A path that stays good while this object lives: FFCV opens the file anew for every pass, and a shared cache may
+        """A path that is valid while this object lives: FFCV opens the file anew for every pass, and a shared cache may
         have dropped its copy by then."""
         self._file = open(path, "rb")  # noqa: SIM115 - as long as this object
         held = f"/proc/self/fd/{self._file.fileno()}"
@@ -181,13 +181,13 @@ class _Beton:
                 except Empty:
                     if epoch.is_alive():
                         continue
-                    raise RuntimeError("FFCV's thread died; its error stands above.") from None
+                    raise RuntimeError("FFCV's thread died; its error is above.") from None
                 if result is None:
                     return
                 yield result[1][0]
         finally:
             epoch.close()
-            while epoch.is_alive():  # it may stand before a full queue
+            while epoch.is_alive():  # it may block on a full queue
                 with suppress(Empty):
                     epoch.output_queue.get(timeout=0.05)
 

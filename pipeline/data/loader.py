@@ -56,7 +56,7 @@ class Part:
     rows: RankBatch
     views: tuple[str, ...]
     choices: dict[str, np.ndarray]  # random views -> (B, DRAWS)
-    plans: dict[str, augment.AugMixDraws]  # strong views
+    augmix: dict[str, augment.AugMixDraws]  # strong views
     buffer: Tensor  # uint8, at least as long as the pixels
     pixels: Tensor  # (V, B, S, S, 3) uint8, in the buffer
     bad: dict[int, str] = field(default_factory=dict)  # row -> reason
@@ -80,7 +80,7 @@ def _constants(values: Sequence[float], world: World) -> Tensor:
 
 
 class Loader:
-    """Batches of one split. Its whole state is the (order_key, step) the caller asks for."""
+    """Batches of one split. Which ones depends only on (order_key, step) of the call."""
 
     def __init__(self, split: Samples, config: DataConfig, seed: int, world: World, accumulate: int = 1) -> None:
         self.split, self.config, self.seed = split, config, seed
@@ -94,8 +94,8 @@ class Loader:
         n, size = len(self.given), config.size
         # If all views are cut from one small square and all squares fit, pictures are decoded once in a run.
         keep = self.views.from_square and n * size * size * 3 <= KEEP_BYTES
-        self._has = np.zeros(n, bool) if keep else None
-        self._kept = np.zeros((n if keep else 0, size, size, 3), np.uint8)
+        self._cached = np.zeros(n, bool) if keep else None
+        self._cache = np.zeros((n if keep else 0, size, size, 3), np.uint8)
         self._mean, self._std = _constants(config.mean, world), _constants(config.std, world)
         self._strong_mean = _constants(config.strong_mean or config.mean, world)
         self._strong_std = _constants(config.strong_std or config.std, world)
@@ -112,13 +112,13 @@ class Loader:
         allowed = int(np.ceil(config.max_bad * len(pass_.order) / world.size))
         failed: dict[int, str] = {}
         todo = micro_batches(pass_, config.batch, self.accumulate, config.mix_group, world.rank, world.size, first_step)
-        with closing(self._fill(todo, pass_.views, order_key, self._prefetcher(pass_.order, pass_.beside))) as filled:
+        with closing(self._fill(todo, pass_.views, order_key, self._prefetcher(pass_.order, pass_.second))) as filled:
             for micro, parts in filled:
                 failed.update(self._mask_undecodable(parts))
                 if len(failed) > allowed:
                     raise self._too_many(failed, len(pass_.order))
-                batch, *beside = [self._batch(micro, part, order_key, pass_.learner) for part in parts]
-                batch.beside = beside[0] if beside else None
+                batch, *second = [self._batch(micro, part, order_key, pass_.learner) for part in parts]
+                batch.second = second[0] if second else None
                 yield batch
 
     def survey(self, first_row: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
@@ -147,7 +147,7 @@ class Loader:
                     parts = [self._draw_random(rows, views, order_key) for rows in micro.parts]
                     for rows in micro.parts:
                         prefetch(rows.index)
-                    work = [f for part in parts for f in self._spread(pool, self._decode, part)]
+                    work = [f for part in parts for f in self._submit(pool, self._decode, part)]
                     pending.append(((micro, parts), work))
                 if not pending:
                     return
@@ -160,7 +160,7 @@ class Loader:
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _spread(self, pool: ThreadPoolExecutor, work: Callable[..., None], part: Part) -> list[Future[None]]:
+    def _submit(self, pool: ThreadPoolExecutor, work: Callable[..., None], part: Part) -> list[Future[None]]:
         """The rows of a part, split into one run per thread."""
         n = len(part.rows.index)
         run = -(-n // self.config.threads)
@@ -187,24 +187,24 @@ class Loader:
     def _decode(self, part: Part, rows: range) -> None:
         for row in rows:
             index = int(part.rows.index[row])
-            if self._has is not None and self._has[index]:
-                self._crop_views(part, row, self._kept[index])
+            if self._cached is not None and self._cached[index]:
+                self._crop_views(part, row, self._cache[index])
             else:
                 self._decode_row(part, row, self.split.read(index))
 
     def _decode_row(self, part: Part, row: int, data: Encoded) -> None:
         try:
-            picture, cut_short = decode(data, self.views.least, self._max_pixels)
+            picture, cut_short = decode(data, self.views.min_side, self._max_pixels)
         except DecodeError as error:
             part.bad[row] = str(error)
             part.pixels[:, row] = GREY
             return
         if cut_short:
             part.cut_short.append(row)
-        if self._has is not None:
+        if self._cached is not None:
             index = int(part.rows.index[row])
-            self._kept[index] = picture = center_crop(picture, self.config.size, self.config.size)
-            self._has[index] = True
+            self._cache[index] = picture = center_crop(picture, self.config.size, self.config.size)
+            self._cached[index] = True
         self._crop_views(part, row, picture)
 
     def _crop_views(self, part: Part, row: int, picture: np.ndarray) -> None:
@@ -214,10 +214,10 @@ class Loader:
             choices = part.choices[name][row] if name in part.choices else None
             self.views.crop(picture, choices, out[number, row])
 
-    def _prefetcher(self, order: np.ndarray, beside: np.ndarray | None) -> Callable[[np.ndarray], None]:
-        """A function to call with samples about to be read. When they open a new shard, the split prefetches what follows."""
+    def _prefetcher(self, order: np.ndarray, second: np.ndarray | None) -> Callable[[np.ndarray], None]:
+        """A function to call with samples about to be read. At the first of a shard the split prefetches the next shards."""
         ends = np.cumsum(np.asarray(self.split.shard_sizes))
-        orders = [order] if beside is None else [order, beside]
+        orders = [order] if second is None else [order, second]
         uses = np.concatenate([np.searchsorted(ends, samples, side="right") for samples in orders])
         numbers, first = np.unique(uses, return_index=True)
         waiting = dict.fromkeys(numbers[np.argsort(first)].tolist())  # in order of first use
@@ -253,7 +253,7 @@ class Loader:
     def _batch(self, micro: MicroBatch, part: Part, order_key: int, learner: int = 0) -> Batch:
         rows = part.rows
         views = {
-            name: self._to_input(name, part.pixels[number], part.plans.get(name))
+            name: self._to_input(name, part.pixels[number], part.augmix.get(name))
             for number, name in enumerate(part.views)
         }
         self._release(part)
@@ -281,11 +281,11 @@ class Loader:
         return augment.normalise(mixture, self._strong_mean, self._strong_std, total)
 
     def _to_device(self, value: np.ndarray | Tensor) -> Tensor:
-        """To the device without a host wait, which needs pinned memory."""
+        """To the device, asynchronously by pinned memory."""
         tensor = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
         return (tensor.pin_memory() if self._pinned else tensor).to(self.world.device, non_blocking=True)
 
-    # -- what went wrong -----------------------------------------------------------------------------------
+    # -- undecodable pictures ------------------------------------------------------------------------------
 
     def _mask_undecodable(self, parts: list[Part]) -> dict[int, str]:
         """Set valid=0 for pictures that did not decode; returns those that would have counted."""

@@ -10,8 +10,8 @@ import numpy as np
 from pipeline.data import sampling
 from pipeline.data.batch import Pass
 
-LEAST_ROWS = 2  # batch norm needs two
-MAIN, BESIDE = 0, 1  # streams of a pass
+MIN_ROWS = 2  # batch norm needs two
+MAIN, SECOND = 0, 1  # streams of a pass
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class SampleStream:
         mine = slices[rank]
         place = np.arange(micro.start + mine.start, micro.start + mine.stop)  # rows of the global batch
         real = len(place)
-        if real < LEAST_ROWS:  # padding that does not count
-            place = np.concatenate([place, np.full(LEAST_ROWS - real, place[0] if real else micro.start)])
+        if real < MIN_ROWS:  # padding that does not count
+            place = np.concatenate([place, np.full(MIN_ROWS - real, place[0] if real else micro.start)])
         groups = place // self.group
         groups[real:] = self.groups(len(positions))  # a group of their own: no real row mixes with them
         turns, at = np.divmod(positions[place], len(self.order))
@@ -73,7 +73,7 @@ class SampleStream:
             seen=self.seen[at] + turns * self.turn,
             valid=(np.arange(len(place)) < real).astype(np.float32),
             groups=groups,
-            held=tuple(max(LEAST_ROWS, s.stop - s.start) for s in slices),
+            held=tuple(max(MIN_ROWS, s.stop - s.start) for s in slices),
         )
 
 
@@ -83,13 +83,13 @@ def micro_batches(
     """The micro-batches of `rank` from `first_step` on. Every rank gets equally many."""
     batch = pass_.batch or batch
     streams = [SampleStream(MAIN, pass_.order, batch, accumulate, mix_group)]
-    if pass_.beside is not None and len(pass_.beside):
-        streams.append(SampleStream(BESIDE, pass_.beside, pass_.beside_batch or batch, accumulate, mix_group))
+    if pass_.second is not None and len(pass_.second):
+        streams.append(SampleStream(SECOND, pass_.second, pass_.second_batch or batch, accumulate, mix_group))
     for step in range(first_step, sampling.steps(len(pass_.order), batch)):
         whole = [stream.positions(step) for stream in streams]
         # All streams are cut into the same number of micro-batches, none of them empty.
         parts = min(accumulate, *(stream.groups(len(p)) for stream, p in zip(streams, whole)))
-        cuts = [sampling.micro_batches(len(p), parts, stream.group) for stream, p in zip(streams, whole)]
+        cuts = [sampling.micro_slices(len(p), parts, stream.group) for stream, p in zip(streams, whole)]
         for number in range(parts):
             held = tuple(s.rows(p, cut[number], rank, world) for s, p, cut in zip(streams, whole, cuts))
             main = cuts[0][number]

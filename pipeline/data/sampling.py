@@ -1,7 +1,7 @@
 """Which samples, in which order, on which rank: pure functions of a few integers.
 
-A global batch is cut into groups of consecutive rows. MicroBatch-batches and ranks take contiguous runs of whole
-groups, so the same groups exist for any number of ranks, and all ranks together give back the global batch.
+A global batch is cut into groups of consecutive rows. Micro-batches and ranks take contiguous runs of whole
+groups, so the same groups exist for any number of ranks, and the rows of all ranks are the global batch.
 The state of a pass is (order_key, step): resuming is calling the same functions from that step on.
 """
 
@@ -96,7 +96,7 @@ def rank_rows(n: int, rank: int, world: int, group: int) -> slice:
     return slice(min(n, groups * rank // world * group), min(n, groups * (rank + 1) // world * group))
 
 
-def micro_batches(n: int, parts: int, group: int) -> list[slice]:
+def micro_slices(n: int, parts: int, group: int) -> list[slice]:
     """A global batch of n rows cut into `parts` runs of whole groups; fewer if too short, none empty."""
     parts = max(1, min(parts, -(-n // group)))
     return [rank_rows(n, part, parts, group) for part in range(parts)]

@@ -1,1 +1,1 @@
-"""Ranks: which one this process is, what they exchange, and one agreement per step."""
+"""Ranks, the collectives they use, and one synchronisation per step."""

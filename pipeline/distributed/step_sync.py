@@ -1,4 +1,4 @@
-"""One small all-reduce per step: does any rank want to stop, does any rank vote yes (more to do, time to save), who is slow.
+"""One small all-reduce per step: stop requests, one vote (more batches, or time to save), seconds of work by rank.
 
 It uses CPU tensors, so the accelerator never waits for it.
 """
@@ -23,7 +23,7 @@ class StopSource(Protocol):
     """Something that may ask for a stop."""
 
     @property
-    def wanted(self) -> str | None: ...
+    def reason(self) -> str | None: ...
 
 
 class StepSync:
@@ -33,7 +33,7 @@ class StepSync:
 
     def sync(self, work_seconds: float = 0.0, vote: bool = True) -> bool:
         """Called by all ranks together. Returns whether any rank voted yes; raises TrainingStopped on all ranks or on none."""
-        reason = self.stop_source.wanted if self.stop_source else None
+        reason = self.stop_source.reason if self.stop_source else None
         message = torch.zeros(2 + self.world.size, dtype=torch.float64)
         message[0], message[1] = float(reason is not None), float(vote)
         message[2 + self.world.rank] = work_seconds

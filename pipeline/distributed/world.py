@@ -42,13 +42,6 @@ class World:
             dist.all_reduce(value)
         return value
 
-    def all_reduce_max(self, value: Tensor) -> Tensor:
-        value = value.detach().clone()
-        if self.size > 1:
-            self.timer.mark_wait()
-            dist.all_reduce(value, op=dist.ReduceOp.MAX)
-        return value
-
     def global_mean(self, values: Tensor, weights: Tensor) -> Tensor:
         """Weighted mean over the samples of ALL ranks, scaled for engines that average gradients over ranks.
 
@@ -66,20 +59,20 @@ class World:
         if self.size == 1:
             return value
         self.timer.mark_wait()
-        most = max(rows)
+        longest = max(rows)
         padded = value
-        if value.shape[0] < most:
-            padded = torch.cat([value, value.new_zeros(most - value.shape[0], *value.shape[1:])])
+        if value.shape[0] < longest:
+            padded = torch.cat([value, value.new_zeros(longest - value.shape[0], *value.shape[1:])])
         padded = padded if grad else padded.detach()
-        stacked: Tensor = _Gather.apply(padded.contiguous(), self)  # type: ignore[no-untyped-call]  # (R, most, ...)
+        stacked: Tensor = _Gather.apply(padded.contiguous(), self)  # type: ignore[no-untyped-call]  # (R, longest, ...)
         return torch.cat([part[:n] for part, n in zip(stacked, rows)])
 
     def broadcast_object(self, value: T | None) -> T:
         """Rank 0's object on every rank."""
-        box: list[Any] = [value]
+        objects: list[Any] = [value]
         if self.size > 1:
-            dist.broadcast_object_list(box, src=0)
-        shared: T = box[0]
+            dist.broadcast_object_list(objects, src=0)
+        shared: T = objects[0]
         return shared
 
     def all_gather_object(self, value: T) -> list[T]:

@@ -1,4 +1,4 @@
-"""Who runs the optimiser step: plain torch, DistributedDataParallel or DeepSpeed."""
+"""Runs the optimiser step: plain torch, DistributedDataParallel or DeepSpeed."""
 
 from __future__ import annotations
 

@@ -15,24 +15,24 @@ class BatchNormStats:
     def __init__(self, method: Method, world: World) -> None:
         layers = [m for m in method.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         self.tensors = [s for m in layers for s in (m.running_mean, m.running_var) if s is not None]
-        self.shared = world.size > 1 and not all(isinstance(m, nn.SyncBatchNorm) for m in layers)
+        self.reduces = world.size > 1 and not all(isinstance(m, nn.SyncBatchNorm) for m in layers)
         self.world = world
-        self.before: Tensor | None = None
+        self.saved: Tensor | None = None
 
     def snapshot(self) -> None:
         """Called before every micro-batch; the first call after a step counts."""
-        if self.tensors and self.before is None:
-            self.before = torch.cat([t.flatten() for t in self.tensors])
+        if self.tensors and self.saved is None:
+            self.saved = torch.cat([t.flatten() for t in self.tensors])
 
     @torch.no_grad()
     def commit(self, stepped: Tensor | bool) -> None:
         """Average over ranks, or restore the snapshot if the optimiser did not step."""
-        if self.before is None:
+        if self.saved is None:
             return
         flat = torch.cat([t.flatten() for t in self.tensors])
-        if self.shared:  # ranks saw only their own rows
+        if self.reduces:  # ranks saw only their own rows
             flat = self.world.all_reduce_sum(flat) / self.world.size
-        flat = torch.where(torch.as_tensor(stepped, device=flat.device), flat, self.before)
+        flat = torch.where(torch.as_tensor(stepped, device=flat.device), flat, self.saved)
         for tensor, part in zip(self.tensors, flat.split([t.numel() for t in self.tensors])):
             tensor.copy_(part.view_as(tensor))
-        self.before = None
+        self.saved = None

@@ -73,12 +73,12 @@ class TorchEngine:
                 )
 
     def step(self, batch: Batch, lr: float) -> dict[str, Tensor]:
-        """Forward and backward of one micro-batch; the optimiser moves after the last of a global batch."""
+        """Forward and backward of one micro-batch; the optimiser steps after the last of a global batch."""
         self.batchnorm_stats.snapshot()
         with self._sync(batch.last):
             with self.autocast:
                 losses = self.wrapped(batch)
-            self.world.timer.mark_wait()  # the gradients of all ranks meet in the backward pass
+            self.world.timer.mark_wait()  # DDP all-reduces gradients in the backward pass
             self.scaler.scale(losses["loss"] * batch.share).backward()
         if batch.last:
             self._update(lr)
@@ -86,18 +86,18 @@ class TorchEngine:
 
     @contextlib.contextmanager
     def _sync(self, last: bool) -> Iterator[None]:
-        quiet = isinstance(self.wrapped, DistributedDataParallel) and not last
-        with self.wrapped.no_sync() if quiet else contextlib.nullcontext():  # type: ignore[operator]
+        skip_sync = isinstance(self.wrapped, DistributedDataParallel) and not last
+        with self.wrapped.no_sync() if skip_sync else contextlib.nullcontext():  # type: ignore[operator]
             yield
 
     def _update(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.scaler.unscale_(self.optimizer) if self.scaler.is_enabled() else None
-        learned = [p for p in self.method.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in learned if p.grad is not None])
+        trained = [p for p in self.method.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
         if self.clip:
-            torch.nn.utils.clip_grads_with_norm_(learned, self.clip, norm)
+            torch.nn.utils.clip_grads_with_norm_(trained, self.clip, norm)
         finite = torch.isfinite(norm)
         self.nonfinite = torch.where(finite, 0.0, self.nonfinite + 1)
         if self.scaler.is_enabled():
@@ -139,7 +139,7 @@ class TorchEngine:
         self.method.load_state_dict(weights)
 
     def dummy_forward(self, forward: Callable[[Tensor], object]) -> None:
-        """Every rank has all weights: no rank waits for our forward."""
+        """Not needed: every rank has all weights."""
 
     def close(self) -> None:
         self.wrapped, self.prefixes = self.method, None

@@ -1,9 +1,9 @@
-"""The same step by DeepSpeed, ZeRO stage 0 to 3. The only door to the package.
+"""DeepSpeed, ZeRO stage 0 to 3. Only this module imports the package.
 
-A DeepSpeed engine is bound to one set of learning parameters and one optimiser. It is opened at the first
-step that needs it and closed whenever something changes underneath (other trainable parts, another stage,
-loaded state); closed means that the method is plain torch again, with whole weights, and the momentum lies
-here by name. What a checkpoint holds is read from the open engine, gathered over ranks, so it knows neither
+A DeepSpeed engine is bound to one set of trained parameters and one optimiser. It is opened at the first
+step that needs it and closed when one of these changes (trainable parameters, the stage,
+loaded state); closed means that the method is plain torch again, with whole weights, and the momentum is
+kept by name. What a checkpoint holds is read from the open engine, gathered over ranks, so it needs neither
 ranks nor ZeRO stage.
 """
 
@@ -35,8 +35,8 @@ from shards.base.errors import UserError
 from shards.base.settings import merge
 
 MOMENTUM = "momentum_buffer"
-BUCKET = 50_000_000  # numbers per exchange, at most
-OURS = {  # DeepSpeed keys that would take over what our own settings decide
+BUCKET = 50_000_000  # elements per bucket, at most
+RESERVED = {  # DeepSpeed keys that would take over what our own settings decide
     "train_batch_size": "data.batch",
     "train_micro_batch_size_per_gpu": "data.batch and optim.accumulate",
     "gradient_accumulation_steps": "optim.accumulate",
@@ -55,7 +55,7 @@ class DeepSpeedEngine:
         self.own = _own_settings(config.deepspeed.config)
         try:
             settings = self.deepspeed.DeepSpeedConfig(self._settings(1))
-        except Exception as error:  # of many kinds; ours are right, so it is about the user's
+        except Exception as error:  # of many kinds; the cause is a setting of the user
             reason = " ".join(str(error).split())
             raise UserError(f"deepspeed.config: DeepSpeed refuses {config.deepspeed.config}: {reason}") from None
         self.stage = int(settings.zero_optimization_stage)
@@ -81,7 +81,7 @@ class DeepSpeedEngine:
             self.close()
             self.prefixes = prefixes
 
-    def _learning(self) -> dict[str, nn.Parameter]:
+    def _trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in trainable_parameters(self.method) if name.startswith(self.prefixes)}
 
     # -- a step ----------------------------------------------------------------------------------------------
@@ -103,10 +103,10 @@ class DeepSpeedEngine:
     def _update(self, lr: float) -> None:
         for group in self.inner.optimizer.param_groups:
             group["lr"] = lr
-        moved = self._step_plain() if self.stage == 0 else self._step_zero()
-        self.nonfinite = 0 if moved else self.nonfinite + 1
-        self.scale.update(moved)
-        self.batchnorm_stats.commit(moved)
+        stepped = self._step_plain() if self.stage == 0 else self._step_zero()
+        self.nonfinite = 0 if stepped else self.nonfinite + 1
+        self.scale.update(stepped)
+        self.batchnorm_stats.commit(stepped)
         with self._whole_if_averaged():
             self.method.after_step()
 
@@ -115,7 +115,7 @@ class DeepSpeedEngine:
         return bool(self.inner.was_step_applied())
 
     def _step_plain(self) -> bool:
-        """Stage 0 looks at no gradient by itself; all ranks hold the same one here."""
+        """Stage 0 does not check gradients. They are equal on all ranks."""
         gradients = [p.grad for p in self.method.parameters() if p.grad is not None]
         if self.scale.value != 1:
             torch._foreach_mul_(gradients, 1 / self.scale.value)
@@ -137,7 +137,7 @@ class DeepSpeedEngine:
             yield
 
     def dummy_forward(self, forward: Callable[[Tensor], object]) -> None:
-        """Under ZeRO-3 a forward needs all ranks: one without pictures left looks at blank ones."""
+        """Under ZeRO-3 a forward needs all ranks: one without pictures left uses zeros."""
         if self.stage == 3 and self.inner is not None:
             size = self.config.data.size
             forward(torch.zeros(2, 3, size, size, device=self.world.device))
@@ -145,14 +145,14 @@ class DeepSpeedEngine:
     # -- open and close --------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        learning = self._learning()
+        trained = self._trained()
         for name, parameter in trainable_parameters(self.method):
-            parameter.requires_grad_(name in learning)
+            parameter.requires_grad_(name in trained)
         self.untouched = [(module, set(vars(module))) for module in self.method.modules()]
         optimizer = torch.optim.SGD(
-            learning.values(), self.optim.lr, self.optim.momentum, weight_decay=self.optim.weight_decay
+            trained.values(), self.optim.lr, self.optim.momentum, weight_decay=self.optim.weight_decay
         )
-        settings = self._settings(sum(p.numel() for p in learning.values()))
+        settings = self._settings(sum(p.numel() for p in trained.values()))
         self.inner = self.deepspeed.initialize(
             model=self.method, optimizer=optimizer, config=settings, dist_init_required=False
         )[0]
@@ -162,7 +162,7 @@ class DeepSpeedEngine:
             # Its own scaler neither halves the scale after a skipped step nor undoes it before clipping.
             self.inner.optimizer.torch_autocast_gradscaler = None
         if self.optim.momentum:
-            self._set_momentum({name: self.momentum.pop(name) for name in learning if name in self.momentum})
+            self._set_momentum({name: self.momentum.pop(name) for name in trained if name in self.momentum})
 
     def close(self) -> None:
         """Make the method plain torch again, on every rank, with whole weights."""
@@ -176,7 +176,7 @@ class DeepSpeedEngine:
         self.inner = None
         names = {id(p): name for name, p in parameters(self.method)}
         for module, kept in self.untouched:
-            # Parameters are made anew: what DeepSpeed hung on them must not meet the next engine.
+            # Parameters are made anew: attributes set by DeepSpeed must not stay.
             module._parameters = {
                 key: None
                 if p is None
@@ -192,7 +192,7 @@ class DeepSpeedEngine:
         rows = max(1, config.data.batch // self.world.size // config.optim.accumulate)
         block = {
             "train_micro_batch_size_per_gpu": rows,  # for its statistics only
-            "gradient_accumulation_steps": 1,  # we say ourselves when a global batch ends
+            "gradient_accumulation_steps": 1,  # we set the boundary of a batch ourselves
             "gradient_clipping": self.optim.clip,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
@@ -205,20 +205,20 @@ class DeepSpeedEngine:
         }
         return merge(block, self.own)
 
-    # -- state that knows neither ranks nor engines ----------------------------------------------------------
+    # -- state, independent of ranks and engine --------------------------------------------------------------
 
     def optimizer_state_dict(self) -> OptimizerState:
         """Called by all ranks together."""
         return {
             "momentum": self.momentum | self._get_momentum(),
-            "scaler": self.scale.state(),
+            "scaler": self.scale.state_dict(),
             "nonfinite_steps": self.nonfinite,
         }
 
     def load_optimizer_state_dict(self, state: OptimizerState) -> None:
         self.close()
         self.momentum = dict(state["momentum"])
-        self.scale.load(state["scaler"])
+        self.scale.load_state_dict(state["scaler"])
         self.nonfinite = int(state["nonfinite_steps"])
 
     def model_state_dict(self) -> dict[str, Tensor]:
@@ -237,41 +237,41 @@ class DeepSpeedEngine:
     def _get_momentum(self) -> dict[str, Tensor]:
         if self.inner is None or not self.inner.basic_optimizer.state or not self.optim.momentum:
             return {}
-        learning = self._learning()
+        trained = self._trained()
         if self.stage == 0:
-            return {name: self.inner.optimizer.state[p][MOMENTUM] for name, p in learning.items()}
+            return {name: self.inner.optimizer.state[p][MOMENTUM] for name, p in trained.items()}
         get = self.deepspeed.utils.safe_get_full_optimizer_state
-        return {name: get(p, MOMENTUM) for name, p in learning.items()}
+        return {name: get(p, MOMENTUM) for name, p in trained.items()}
 
     def _set_momentum(self, momentum: dict[str, Tensor]) -> None:
         """Into an engine that has not stepped yet. What is missing starts from zero, as SGD does."""
         if not momentum:
             return
         optimizer, state = self.inner.optimizer, self.inner.basic_optimizer.state
-        learning = self._learning()
+        trained = self._trained()
         whole = {
             name: momentum[name].to(self.world.device)
             if name in momentum
             else torch.zeros(_shape(p), device=self.world.device)
-            for name, p in learning.items()
+            for name, p in trained.items()
         }
         if self.stage == 0:
-            for name, p in learning.items():
+            for name, p in trained.items():
                 state[p][MOMENTUM] = whole[name].clone()
         elif self.stage < 3:
             for flat in optimizer.single_partition_of_fp32_groups:
                 state[flat][MOMENTUM] = torch.zeros_like(flat)
             optimizer._lazy_init_hp_params_optimizer_state()
-            for name, p in learning.items():
+            for name, p in trained.items():
                 self.deepspeed.utils.safe_set_full_optimizer_state(p, whole[name], MOMENTUM)
         else:
             for flat in optimizer.fp32_partitioned_groups_flat:
                 state[flat][MOMENTUM] = torch.zeros_like(flat)
-            for name, p in learning.items():
+            for name, p in trained.items():
                 self.deepspeed.utils.safe_set_local_optimizer_state(p, self._part(whole[name], p), MOMENTUM)
 
     def _part(self, value: Tensor, parameter: Any) -> Tensor:
-        """This rank's part of a value, cut as ZeRO-3 cuts the parameter; the last part is padded."""
+        """This rank's part of a value, partitioned as in ZeRO-3; the last part is padded."""
         length = parameter.ds_tensor.numel()
         flat = value.new_zeros(length * self.world.size)
         flat[: value.numel()] = value.flatten()
@@ -279,25 +279,25 @@ class DeepSpeedEngine:
 
 
 class LossScale:
-    """torch.amp.GradScaler's rule and state, for an engine whose host knows whether a step was good."""
+    """torch.amp.GradScaler's rule and state, where the host knows whether a step was taken."""
 
     def __init__(self, enabled: bool) -> None:
         self.enabled, self.value, self.good = enabled, 2.0**16 if enabled else 1.0, 0
         self.rule = torch.amp.GradScaler("cpu", enabled=enabled)
 
-    def update(self, moved: bool) -> None:
+    def update(self, stepped: bool) -> None:
         if not self.enabled:
             return
-        self.good = self.good + 1 if moved else 0
-        if not moved:
+        self.good = self.good + 1 if stepped else 0
+        if not stepped:
             self.value *= self.rule.get_backoff_factor()
         elif self.good == self.rule.get_growth_interval():
             self.value, self.good = self.value * self.rule.get_growth_factor(), 0
 
-    def state(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, float]:
         return {**self.rule.state_dict(), "scale": self.value, "_growth_tracker": self.good} if self.enabled else {}
 
-    def load(self, state: dict[str, float]) -> None:
+    def load_state_dict(self, state: dict[str, float]) -> None:
         if self.enabled and state:
             self.rule.load_state_dict(state)
             self.value, self.good = float(state["scale"]), int(state["_growth_tracker"])
@@ -309,7 +309,7 @@ def _shape(parameter: Any) -> torch.Size:
 
 
 def _import(world: World) -> Any:
-    """DeepSpeed, told which device to use and which process group to join."""
+    """Import DeepSpeed with our device and our process group."""
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)
     os.environ.setdefault("LOCAL_RANK", str(world.local_rank))
     try:
@@ -331,7 +331,7 @@ def _import(world: World) -> Any:
 
 
 def _own_settings(path: str) -> dict[str, Any]:
-    """The user's JSON without what it leaves to us ("auto")."""
+    """The user's JSON without its "auto" values."""
     if not path:
         return {}
     try:
@@ -345,7 +345,7 @@ def _own_settings(path: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UserError(f"deepspeed.config: {path} must hold one JSON object.")
     found = _without_auto(found)
-    for key, setting in OURS.items():
+    for key, setting in RESERVED.items():
         value = found.get(key)
         if value is not None and not (isinstance(value, dict) and value.get("enabled") is False):
             raise UserError(f"deepspeed.config: {path} sets {key}, which is decided by {setting}. Remove it there.")

@@ -1,4 +1,4 @@
-"""What the trainer asks of an engine: one optimiser step on all ranks, and state that fits any engine."""
+"""The interface of an engine: one optimiser step on all ranks, and state that any engine can load."""
 
 from __future__ import annotations
 

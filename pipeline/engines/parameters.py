@@ -1,4 +1,4 @@
-"""Which parameters a method has, and which of them an optimiser may move."""
+"""Parameters of a method, and which of them are trained."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ def parameters(method: Method) -> list[tuple[str, nn.Parameter]]:
 
 
 def trainable_parameters(method: Method) -> list[tuple[str, nn.Parameter]]:
-    """Parameters an optimiser may move: all but those inside an Average module."""
+    """Parameters to train: all but those inside an Average module."""
     averaged = {id(p) for module in method.modules() if isinstance(module, Average) for p in module.parameters()}
     return [(name, p) for name, p in parameters(method) if id(p) not in averaged]

@@ -43,7 +43,7 @@ def evaluate(
     """Metrics are named by their split: `{split}/top1`.
 
     `batches` yields (index, images) of this rank's part; `labels` (n,) are the labels to compare with.
-    `dummy_forward` is called in every turn in which this rank has no pictures and others have (Engine.dummy_forward).
+    `dummy_forward` is called while only other ranks have pictures left (Engine.dummy_forward).
     """
     classes = method.data.classes
     label_n = torch.from_numpy(labels.astype(np.int64)).to(world.device)

@@ -6,8 +6,6 @@ import numpy as np
 
 from pipeline.methods.base import Beliefs
 
-GROUPS = ("many", "medium", "few")
-
 
 def accuracy(correct_K: np.ndarray, total_K: np.ndarray) -> float:
     return float(100 * correct_K.sum() / max(total_K.sum(), 1))
@@ -28,7 +26,7 @@ def detection(truth: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
     return {"precision": precision, "recall": recall, "f1": 2 * precision * recall / max(precision + recall, 1e-12)}
 
 
-def area_under_curve(truth: np.ndarray, score: np.ndarray) -> float | None:
+def roc_auc(truth: np.ndarray, score: np.ndarray) -> float | None:
     """ROC AUC: chance that a positive scores higher than a negative; None when one of the two is missing."""
     from scipy.stats import rankdata
 
@@ -73,12 +71,12 @@ def cleaning_metrics(
                 out |= {f"clean/{name}_{group}": v for name, v in detection(right[rows], clean[rows]).items()}
                 out |= {f"noisy/{name}_{group}": v for name, v in detection(~right[rows], ~clean[rows]).items()}
     for head, score in _scores(beliefs).items():
-        area = area_under_curve(right[known], score[known])
+        area = roc_auc(right[known], score[known])
         if area is not None:
             out["clean/auc" if head == FIRST else f"clean/auc_{head}"] = area
         for group, member in groups.items() if head == FIRST else ():
             rows = known & member[given]
-            if (area := area_under_curve(right[rows], score[rows])) is not None:
+            if (area := roc_auc(right[rows], score[rows])) is not None:
                 out[f"clean/auc_{group}"] = area
     if beliefs.basis is not None:
         label, weight = (part.cpu().numpy() for part in beliefs.basis)

@@ -1,1 +1,1 @@
-"""A trained model outside of training: exported, opened from anywhere, asked about pictures."""
+"""A trained model outside of training: exported, opened from anywhere, used to predict."""

@@ -36,7 +36,7 @@ from shards.base.settings import Settings, merge, validate
 
 WEIGHTS, MODEL_INFO, FORMAT = "weights.safetensors", "model.json", 1
 LARGE = 1 << 20
-MOST_SAMPLES = 1 << 31
+MAX_SAMPLES = 1 << 31
 BATCH = 64
 Picture = bytes | memoryview | np.ndarray
 
@@ -71,7 +71,7 @@ class Model:
         elif not isinstance(picture, bytes | bytearray | memoryview):
             raise DecodeError(f"a picture is bytes or a uint8 array, not {type(picture).__name__}")
         else:
-            whole, _ = decode(picture, self.views.least)
+            whole, _ = decode(picture, self.views.min_side)
         return center_crop(whole, self.views.short, self.config.data.size)
 
     def images(self, views: Sequence[np.ndarray]) -> Tensor:
@@ -95,11 +95,11 @@ class Model:
             except DecodeError as error:
                 waiting.append((None, str(error)))
             if len(waiting) == BATCH:
-                yield from self._answer(waiting)
+                yield from self._predict(waiting)
                 waiting = []
-        yield from self._answer(waiting)
+        yield from self._predict(waiting)
 
-    def _answer(self, waiting: list[tuple[np.ndarray | None, str]]) -> Iterator[Prediction]:
+    def _predict(self, waiting: list[tuple[np.ndarray | None, str]]) -> Iterator[Prediction]:
         views = [view for view, _ in waiting if view is not None]
         rows = iter(self.scores(self.images(views)) if views else ())
         for view, problem in waiting:
@@ -158,7 +158,7 @@ def load_exported(folder: Path, device: torch.device | None = None) -> Model:
         info = validate(ModelInfo, tree, str(folder / MODEL_INFO))
         if not len(info.classes) == len(info.given_counts) == len(info.clean_counts or info.classes):
             raise ValueError(f"{MODEL_INFO} does not count every class")
-        if sum(info.given_counts) > MOST_SAMPLES:
+        if sum(info.given_counts) > MAX_SAMPLES:
             raise ValueError(f"{MODEL_INFO} counts more samples than there can be")
         tensors = load_file(folder / WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:

@@ -35,7 +35,7 @@ class OpenedRun:
 
     def split(self, name: str, url: str = "") -> Split:
         """A split of the run's own shards, or of those at `url`; its classes must be the model's."""
-        place = where(self.name, url, self.shards)
+        place = shards_url(self.name, url, self.shards)
         split = open_split(place, name, self.model.config.data.cache)
         if list(split.classes) != self.model.classes:
             raise UserError(
@@ -49,7 +49,7 @@ def _first_few(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f", ... {len(names)} in all" if len(names) > 4 else "")
 
 
-def where(run: str, url: str, own: str) -> str:
+def shards_url(run: str, url: str, own: str) -> str:
     """Where the shards are: the given URL, else the run's own, if they are still there."""
     if url:
         return url
@@ -93,7 +93,7 @@ def _checkpoint(run: str, loaded: Loaded, shards: str, own_labels: bool) -> Open
     place = validate(BuildConfig, tree["config"]["shards"], "shards").place()
     given: np.ndarray = placeholder_labels(data["given_counts"])
     if own_labels:
-        split = open_split(where(run, shards, place))
+        split = open_split(shards_url(run, shards, place))
         if split.manifest.hash != data["manifest"]:
             raise UserError(f"{run} was trained on other shards than {shards or place}. Give its own by shards=URL.")
         given = split.given

@@ -1,6 +1,6 @@
-"""The contract between the trainer and a method. The trainer knows no method by name.
+"""The interface between trainer and method. The trainer depends on no method.
 
-An epoch is  survey (if wanted) -> begin_epoch -> passes -> evaluate.  Everything a method needs to go on lies in its
+An epoch is  survey -> begin_epoch -> passes -> survey -> end_epoch -> evaluate.  The state of a method is in its
 buffers and parameters, so a checkpoint of the module is a checkpoint of the method.
 """
 

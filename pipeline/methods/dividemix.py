@@ -135,8 +135,8 @@ class DivideMix(TwoNetworks[DivideMixOptions]):
         labelled = self.data.shuffled(self.order_key(n), np.flatnonzero(kept), LABELLED)
         rest = self.data.shuffled(self.order_key(n), np.flatnonzero(~kept), UNLABELLED)
         order = np.resize(labelled, -(-len(labelled) // self.data.batch) * self.data.batch)
-        beside = rest if len(rest) else None
-        return Pass(order, ("weak", "weak2"), beside=beside, trainable=self.trained_parameters(n), learner=n)
+        second = rest if len(rest) else None
+        return Pass(order, ("weak", "weak2"), second=second, trainable=self.trained_parameters(n), learner=n)
 
     @property
     def unlabelled_weight(self) -> float:
@@ -149,7 +149,7 @@ class DivideMix(TwoNetworks[DivideMixOptions]):
         n = batch.learner
         if not self.dividing:
             return self.warmup_losses(n, batch)
-        streams = [batch] if batch.beside is None else [batch, batch.beside]
+        streams = [batch] if batch.second is None else [batch, batch.second]
         images, target, valid = self._stacked(streams, self._guess(n, streams))
         partner = pair_across(streams, MIXUP_PARTNERS)
         lam = mixup.mixup_lambda(batch, self.options.mixup, MIXUP_LAMBDA, fold=True)

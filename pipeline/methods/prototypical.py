@@ -38,7 +38,7 @@ def apply_preset(options: PrototypicalOptions) -> PrototypicalOptions:
 
 
 class Prototypical(PrototypeMethod[PrototypicalOptions]):
-    """`prototypes`, of the epoch's start, are trained with; `current` ones are evaluated."""
+    """Training uses `prototypes`, of the epoch's start; evaluation uses `current`."""
 
     current: Tensor  # (K,D) of the network as it is now
     weight: Tensor  # (N,) float32
@@ -169,10 +169,10 @@ class Prototypical(PrototypeMethod[PrototypicalOptions]):
         if self.cleaning_now:
             label, weight = self.refined[batch.index].long(), self.weight[batch.index] * batch.valid
         parts: dict[str, Tensor] = {}
-        trusted = self.options.weighted_ce
+        weighted = self.options.weighted_ce
         if self.options.cross_entropy:
             parts["ce"] = cross_entropy(
-                logits, label if trusted else batch.label, weight if trusted else batch.valid, self.world
+                logits, label if weighted else batch.label, weight if weighted else batch.valid, self.world
             )
         if self.options.contrastive:
             z, z_strong = self.network.embed(features), self.network.embed(self.network(batch.views["strong"])[0])

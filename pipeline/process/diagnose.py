@@ -5,9 +5,9 @@ from __future__ import annotations
 import traceback
 
 MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
-LATE = ("timed out", "timeout", "watchdog caught collective")
-GONE = ("closed by peer", "reset by peer", "broken pipe", "connection refused", "remote process exited")
-AGAIN = "The same command goes on from the last checkpoint."
+TIMEOUT = ("timed out", "timeout", "watchdog caught collective")
+LOST = ("closed by peer", "reset by peer", "broken pipe", "connection refused", "remote process exited")
+RESUME = "The same command goes on from the last checkpoint."
 
 
 def explain_failure(error: BaseException, rank: int, where: object, timeout: float) -> str:
@@ -22,11 +22,11 @@ def explain_failure(error: BaseException, rank: int, where: object, timeout: flo
             "micro-batches), set model.checkpoint_activations=true or train.precision=bf16, or use more ranks. "
             f"({text[:200]})"
         )
-    if any(word in low for word in LATE):
+    if any(word in low for word in TIMEOUT):
         return (
             f"{place}: {operation} waited {timeout:g} s (train.timeout) for another rank, which hangs or cannot "
-            f"be reached. {AGAIN} ({text[:200]})"
+            f"be reached. {RESUME} ({text[:200]})"
         )
-    if any(word in low for word in GONE):
-        return f"{place}: another rank went away during {operation}; its own output says why. {AGAIN} ({text[:200]})"
+    if any(word in low for word in LOST):
+        return f"{place}: another rank exited during {operation}; its own output says why. {RESUME} ({text[:200]})"
     return f"{place}: {text[:500]}"

@@ -22,7 +22,7 @@ EXIT_CODES: dict[str, int] = {"finished": 0, "failed": 1, "refused": 2, "stopped
 def run_rank(main: Callable[[list[str]], int | None]) -> NoReturn:
     """Run a command that may be one of many ranks, and exit without the interpreter's shutdown.
 
-    Threads of the process group outlive it. The interpreter's shutdown aborted ranks whose work was done: 3 of 12
+    Process-group threads may still run. The interpreter's shutdown aborted ranks whose work was done: 3 of 12
     trainings on four ranks of a busy machine. `main` closes what must be closed.
     """
     code = 1

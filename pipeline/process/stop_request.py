@@ -1,4 +1,4 @@
-"""Requests to stop, and exit when the launcher dies. No torch here: it is set up before anything slow."""
+"""Requests to stop, and exit when the launcher dies. No torch here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-LOOK_EVERY = 1.0  # seconds between checks for the stop file
+POLL_SECONDS = 1.0  # between checks for the stop file
+STARTED = time.monotonic()  # about the start of the process: the commands import this module first
 
 
 class StopRequest:
@@ -26,44 +27,36 @@ class StopRequest:
     """
 
     def __init__(self, deadline_minutes: float = 0.0, stop_file: str | Path = "",
-                 clock: Callable[[], float] = time.monotonic) -> None:  # fmt: skip
+                 clock: Callable[[], float] = time.monotonic, started: float | None = None) -> None:  # fmt: skip
+        """The deadline counts from `started`, by default from now."""
         self._clock = clock
-        self._reason: str | None = None
-        self.watch(deadline_minutes, stop_file)
+        self._stop_reason: str | None = None
+        started = clock() if started is None else started
+        self._minutes = deadline_minutes
+        self._deadline = started + 60 * deadline_minutes if deadline_minutes else None
+        self._file = Path(stop_file) if stop_file else None
+        self._next_poll = clock()
         self._before: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
 
-    def watch(self, deadline_minutes: float = 0.0, stop_file: str | Path = "") -> None:
-        """Set the deadline (from now) and the stop file."""
-        self._minutes = deadline_minutes
-        self._deadline = self._clock() + 60 * deadline_minutes if deadline_minutes else None
-        self._file = Path(stop_file) if stop_file else None
-        self._next_look = self._clock()
-
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self._reason == "SIGINT received":
+        if number == signal.SIGINT and self._stop_reason == "SIGINT received":
             raise KeyboardInterrupt
-        self._reason = f"{signal.Signals(number).name} received"
+        self._stop_reason = f"{signal.Signals(number).name} received"
 
     @property
-    def wanted(self) -> str | None:
+    def reason(self) -> str | None:
         """Why this rank should stop, or None. Cheap enough for every step."""
-        if self._reason is None:
+        if self._stop_reason is None:
             now = self._clock()
             if self._deadline is not None and now >= self._deadline:
-                self._reason = f"the deadline of {self._minutes:g} minutes has passed"
-            elif self._file is not None and now >= self._next_look:
-                self._next_look = now + LOOK_EVERY
+                self._stop_reason = f"the deadline of {self._minutes:g} minutes has passed"
+            elif self._file is not None and now >= self._next_poll:
+                self._next_poll = now + POLL_SECONDS
                 if self._file.exists():
-                    self._reason = f"the stop file {self._file} exists; remove it to go on"
-        return self._reason
-
-    def flag(self) -> float:
-        """1.0 if a stop is wanted here, else 0.0: to be summed over ranks in a collective that runs
-        anyway.
-        """
-        return 1.0 if self.wanted else 0.0
+                    self._stop_reason = f"the stop file {self._file} exists; remove it to go on"
+        return self._stop_reason
 
     def close(self) -> None:
         """Restore the signal handlers that were there before."""

@@ -1,1 +1,1 @@
-"""What people look at: tables of runs, figures, the label audit and its page."""
+"""Reports: tables of runs, figures, the label audit and its page."""

@@ -171,7 +171,7 @@ def rates(findings: Findings, classes: int) -> list[Rate]:
 
 def detection_quality(findings: Findings) -> dict[str, float] | None:
     """Precision, recall, F1 and AUC of finding wrong labels; None where the true labels are not known."""
-    from pipeline.evaluation.metrics import area_under_curve, detection
+    from pipeline.evaluation.metrics import detection, roc_auc
 
     known = findings.true >= 0
     if not known.any():
@@ -181,7 +181,7 @@ def detection_quality(findings: Findings) -> dict[str, float] | None:
     out["noise"] = float(wrong.mean())
     right_after = np.where(findings.suspicious, findings.suggested, findings.given)[known] == findings.true[known]
     out["noise after correction"] = float(1 - right_after.mean())
-    area = area_under_curve(wrong, -findings.score[known])
+    area = roc_auc(wrong, -findings.score[known])
     return out if area is None else {**out, "auc": area}
 
 

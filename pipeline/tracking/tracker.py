@@ -31,7 +31,7 @@ from shards.base.redact import one_line, redact, redact_all
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 JOURNAL = "journal.jsonl"
 SYNC_SECONDS = 2.0  # between batches
-LONGEST_PAUSE = 60.0  # between attempts while the server does not answer
+MAX_PAUSE = 60.0  # between attempts while the server does not answer
 SAMPLE_SECONDS = 10.0  # between samples of CPU, memory and GPU use
 QUIET_SECONDS = 600.0  # sampling waits this long for the first logged epoch
 DEFAULT_URI = str(TrackingConfig.model_fields["uri"].default)
@@ -71,7 +71,7 @@ class NullTracker:
 
 
 class Tracker(NullTracker):
-    """Tracking on rank 0. With `state` from a checkpoint the journal is cut to where it was then."""
+    """Tracking on rank 0; made by `start_tracker`."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class Tracker(NullTracker):
                 if last:
                     return
                 pause = SYNC_SECONDS * (2**self._failures if self._failures < 6 else 64)
-                self._wake.wait(min(pause, LONGEST_PAUSE))
+                self._wake.wait(min(pause, MAX_PAUSE))
 
     def _sample_loop(self) -> None:
         """CPU, memory and GPU use under MLflow's own names; the step counts samples since the job's first start."""

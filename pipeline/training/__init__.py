@@ -1,1 +1,1 @@
-"""The loop: stages, epochs, passes, checkpoints. It knows no method by name."""
+"""The training loop: stages, epochs, passes, checkpoints, for any method."""

@@ -1,4 +1,4 @@
-"""Everything a run is made of, on this rank: shards, method, engine, loaders, checkpoints, tracker, trainer."""
+"""Builds the parts of a run on this rank: shards, method, engine, loaders, checkpoints, tracker, trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeline.data.loader import open_loader
 from pipeline.distributed.world import World
 from pipeline.engines import make_engine
 from pipeline.methods.base import Method, load_method
-from pipeline.process.stop_request import StopRequest
+from pipeline.process.stop_request import STARTED, StopRequest
 from pipeline.tracking.tracker import NullTracker, start_tracker
 from pipeline.training import run_folder
 from pipeline.training.trainer import OnBatch, Trainer, TrainingData
@@ -28,10 +28,11 @@ from shards.reader import Split, open_split
 
 
 def build(config: Config, world: World) -> Trainer:
-    """A trainer that stands where its newest checkpoint left it. Called by all ranks together."""
+    """A trainer at the position of its newest checkpoint. Called by all ranks together."""
     folder = Path(config.output)
     data = _open_data(config, _build_shards(config, world), world)
-    stop_request = StopRequest(config.train.deadline_minutes, config.train.stop_file or str(folder / "stop"))
+    stop_file = config.train.stop_file or str(folder / "stop")
+    stop_request = StopRequest(config.train.deadline_minutes, stop_file, started=STARTED)
     run_lock.lock(folder, world)
     checkpoints = Checkpointer(
         config.checkpoint.url or str(folder / "checkpoints"),
@@ -57,14 +58,14 @@ def build(config: Config, world: World) -> Trainer:
         _sample_log(config, folder, world),
         resume,
     )
-    if tracker.lost:  # the journal is gone, the checkpoint knows its metrics
+    if tracker.lost:  # the journal is gone: log the saved metrics again
         for epoch, metrics in enumerate(trainer.history, 1):
             tracker.log(epoch, metrics)
     return trainer
 
 
 def _build_shards(config: Config, world: World) -> str:
-    """The URL of the shards. Rank 0 creates the folder and builds the shards; its error is every rank's."""
+    """The URL of the shards. Rank 0 creates the folder and builds the shards; all ranks raise its error."""
     url: str | None = None
     problem: UserError | None = None
     if world.is_main:
@@ -104,7 +105,7 @@ def _build_method(config: Config, train: Split, world: World) -> Method:
 
 
 def _build_tracker(config: Config, world: World, folder: Path, train: Split, resume: Loaded | None) -> NullTracker:
-    if not world.is_main or run_folder.finished(folder):
+    if not world.is_main or run_folder.read_summary(folder):
         return NullTracker()
     manifest, bias = train.manifest, train.manifest.bias
     tags = {
@@ -149,7 +150,7 @@ def check_resumable(config: Config, split: Split, tree: dict[str, Any], name: st
 
 
 def _sample_log(config: Config, folder: Path, world: World) -> OnBatch | None:
-    """Writes the samples of every step to a file, for whoever wants to count them."""
+    """Writes the sample indices of every step to a file."""
     if not config.train.sample_log:
         return None
     folder.mkdir(parents=True, exist_ok=True)  # on another machine than rank 0's it may be missing

@@ -85,13 +85,13 @@ def write_final_outputs(trainer: Trainer, folder: Path) -> dict[str, Any] | None
 
         exported = export_model(trainer.method, config, split.classes, split.clean_counts.tolist(), folder / "model")
         tracker.model(exported, config.tracking.register_as)
-    _write_json(folder / "summary.json", summary)  # last: with it the run counts as finished
+    _write_json(folder / "summary.json", summary)  # last: a run with a summary is finished
     tracker.artifact(folder / "summary.json")
     return summary
 
 
 def record_mlflow_run(folder: Path, summary: dict[str, Any], run_id: str | None) -> None:
-    """A short run may end before MLflow has answered with the run id."""
+    """Write the run id if MLflow answered after the summary was made."""
     if run_id and summary["run_id"] != run_id:
         summary["run_id"] = run_id
         _write_json(folder / "summary.json", summary)
@@ -120,7 +120,7 @@ def _figure_data(trainer: Trainer, test: Evaluation, confidence: dict[str, np.nd
 
 @torch.no_grad()
 def _embedded(trainer: Trainer) -> tuple[np.ndarray, np.ndarray]:
-    """Embeddings of some test pictures of rank 0's part."""
+    """Embeddings of EMBEDDED test pictures of rank 0."""
     split = trainer.tests["test"]
     vectors: list[np.ndarray] = []
     indices: list[np.ndarray] = []

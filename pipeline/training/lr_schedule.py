@@ -8,7 +8,7 @@ from pipeline.config import OptimConfig
 
 
 def lr_at(optim: OptimConfig, epoch: int, epochs: int, constant: bool = False) -> float:
-    """Rate during `epoch` (from 0) of `epochs`.
+    """Learning rate of `epoch` (from 0).
 
     Cosine is stepped before the epoch, as the released code does: epoch 0 already has the first decay and the last epoch
     runs at final_lr.

@@ -35,7 +35,7 @@ def write_config(config: Config, folder: Path) -> None:
     (folder / "config.yaml").write_text(redact(to_yaml(config)), encoding="utf-8")
 
 
-def finished(folder: Path) -> dict[str, Any] | None:
+def read_summary(folder: Path) -> dict[str, Any] | None:
     """The summary of a finished run, None before that."""
     file = folder / "summary.json"
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None

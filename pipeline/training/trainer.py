@@ -1,13 +1,13 @@
-"""The loop. It knows stages, surveys, passes and evaluation, and no method by name.
+"""The training loop: stages, surveys, passes, evaluation. It depends on no method.
 
     for each stage:
         for each epoch:
-            survey -> method.begin_epoch       what the network says of every training sample, what to believe
-            for each pass: for each batch:     forward, backward, step; all ranks agree to go on
+            survey -> method.begin_epoch       outputs for every training sample; update beliefs
+            for each pass: for each batch:     forward, backward, step; StepSync
             survey -> evaluate -> log          with the beliefs and the network as they are now
             checkpoint
 
-Where it stands is six numbers (Position). Stopped anywhere, it goes on there.
+The state of the loop is a Position. A stopped run resumes there.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Trainer:
         on_batch: OnBatch | None = None,
         resume: Loaded | None = None,
     ) -> None:
-        """`resume`: the checkpoint to go on from."""
+        """`resume`: checkpoint to resume from."""
         self.config, self.world, self.method, self.engine = config, world, method, engine
         self.train_split, self.tests = data.train, data.tests
         self.loader, self.test_loaders = data.loader, data.test_loaders
@@ -84,10 +84,10 @@ class Trainer:
         self.history: list[dict[str, float]] = []  # metrics of every finished epoch
         self.epoch_metrics: dict[str, float] = {}  # metrics of the current epoch
         self.loss_sums: dict[str, Tensor] = {}  # losses of the current epoch, summed on the device
-        self.next_survey: Survey | None = None  # taken for evaluation, serves the next epoch too
+        self.next_survey: Survey | None = None  # taken before evaluation, reused next epoch
         self.last_evaluation: dict[str, Evaluation] = {}
         self.undecodable = 0  # pictures that did not decode, on all ranks
-        self.images = 0.0  # pictures trained on, the seconds that took, and the part of them spent waiting for data
+        self.images = 0.0  # trained on so far; below: seconds of training, and of waiting for data
         self.train_seconds = self.wait_seconds = 0.0
         self.clock = Clock()
         self.last_save = time.monotonic()
@@ -95,7 +95,7 @@ class Trainer:
             self.load_state_dict(cast(TrainingState, resume.tree))
             log.info("resuming from %s: %s", resume.name, self.position)
 
-    # -- the algorithm ------------------------------------------------------------------------------------------------
+    # -- the loop -----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Train to the end. Raises TrainingStopped, with everything saved, when all ranks agreed to stop."""
@@ -147,8 +147,8 @@ class Trainer:
             self.epoch_metrics = cleaning_metrics(beliefs, split.given, split.true, class_groups(split.clean_counts))
 
     def _run_pass(self, pass_: Pass, stage: Stage, lr: float) -> Iterator[dict[str, Tensor]]:
-        """One pass over an order of samples, from the step where it was left."""
-        if stage.steps:  # a stage by steps: at most one pass over the data
+        """One pass over the samples, from `position.step` on."""
+        if stage.steps:  # a stage measured in steps: at most one pass
             pass_ = replace(pass_, order=pass_.order[: stage.steps * (pass_.batch or self.config.data.batch)])
         self.engine.set_trainable(pass_.trainable or stage.trainable)
         self.method.train()
@@ -246,7 +246,7 @@ class Trainer:
             )
         return self.last_evaluation
 
-    # -- the parts ----------------------------------------------------------------------------------------------------
+    # -- helpers ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _survey(self) -> Survey:
@@ -284,7 +284,7 @@ class Trainer:
             self.loss_sums[name] = value if total is None else total + value
 
     def _loss_sums_by_rank(self) -> dict[str, Tensor]:
-        """Sums by name, (R,) one per rank: added later in the same order, they give the same bits."""
+        """Sums by name, (R,) one per rank: a resumed run adds them in the same order."""
         if not self.loss_sums:
             return {}
         rows = self.world.all_gather_rows(torch.stack(list(self.loss_sums.values()))[None], [1] * self.world.size)
@@ -321,14 +321,12 @@ class Trainer:
                 f"use train.precision=fp32. The last good checkpoint is {self.checkpoints.newest or 'none yet'}."
             )
         if bad and self.world.is_main:
-            log.warning(
-                "step %d: %d steps with a gradient that is not finite were skipped.", self.position.global_step, bad
-            )
+            log.warning("step %d: %d steps with a non-finite gradient were skipped.", self.position.global_step, bad)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
     def _save_due(self) -> bool:
-        """Only rank 0's clock counts; the other ranks learn its answer from StepSync."""
+        """Rank 0's clock decides; StepSync tells the other ranks."""
         rule = self.config.checkpoint
         if rule.every_steps and self.position.global_step % rule.every_steps == 0:
             return True

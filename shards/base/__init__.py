@@ -1,1 +1,1 @@
-"""What every command stands on: errors, settings, command line, files and stores. No heavy import."""
+"""What every command uses: errors, settings, command line, files and stores. No heavy import."""

@@ -238,7 +238,7 @@ def test_the_second_job_on_a_folder_refuses_until_the_first_is_gone(tmp_path: Pa
     assert other.stdout is not None
     assert other.stdout.readline() == "mine\n"
     with pytest.raises(UserError, match=rf"Another job \(process {other.pid} on .*Wait for it"):
-        lock(tmp_path, patience=0.2)
+        lock(tmp_path, timeout=0.2)
     other.kill()
     other.wait()
     lock(tmp_path)

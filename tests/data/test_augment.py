@@ -82,7 +82,7 @@ def test_magnitudes_are_those_of_the_specification():
     assert len(OPERATIONS) == 13
 
 
-def slow_augmix(picture: np.ndarray, rng: np.random.Generator, reading: str, severity: float, norm) -> np.ndarray:
+def slow_augmix(picture: np.ndarray, rng: np.random.Generator, variant: str, severity: float, norm) -> np.ndarray:
     """AugMix for one Pillow picture, written down from its description; returns the normalised mixture."""
     size = picture.shape[0]
     weights = rng.dirichlet([1.0, 1.0, 1.0])
@@ -106,7 +106,7 @@ def slow_augmix(picture: np.ndarray, rng: np.random.Generator, reading: str, sev
             }.get(name, level * 1.8 / 10 + 0.1)
             current = by_pillow(name, current, parameter)
         chains.append(norm(current))
-    if reading == "released":
+    if variant == "released":
         mixture = weights[2] * chains[2]
     else:
         mixture = sum(w * chain for w, chain in zip(weights, chains))
@@ -116,14 +116,14 @@ def slow_augmix(picture: np.ndarray, rng: np.random.Generator, reading: str, sev
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 
 
-def fast_augmix(picture: np.ndarray, draws: np.ndarray, reading: str, severity: float) -> np.ndarray:
+def fast_augmix(picture: np.ndarray, draws: np.ndarray, variant: str, severity: float) -> np.ndarray:
     batch = torch.from_numpy(picture).permute(2, 0, 1).expand(len(draws), -1, -1, -1).contiguous()
-    mixture, total = augmix(batch, draw_augmix(draws, picture.shape[0], reading, severity))
+    mixture, total = augmix(batch, draw_augmix(draws, picture.shape[0], variant, severity))
     return normalise(mixture, MEAN, STD, total).permute(0, 2, 3, 1).double().numpy()
 
 
-@pytest.mark.parametrize(("reading", "severity"), [("released", 1.0), ("original", 3.0)])
-def test_the_distribution_is_that_of_a_plain_implementation(reading, severity):
+@pytest.mark.parametrize(("variant", "severity"), [("released", 1.0), ("original", 3.0)])
+def test_the_distribution_is_that_of_a_plain_implementation(variant, severity):
     rng = np.random.default_rng(0)
     ramp = np.linspace(0, 255, 16)
     picture = np.stack([ramp[:, None] + 0 * ramp, 0 * ramp[:, None] + ramp, 255 - ramp[:, None] + 0 * ramp], -1)
@@ -133,8 +133,8 @@ def test_the_distribution_is_that_of_a_plain_implementation(reading, severity):
         return (x / 255 - np.array(MEAN)) / np.array(STD)
 
     n = 2000
-    slow = np.stack([slow_augmix(picture, rng, reading, severity, norm) for _ in range(n)])
-    fast = fast_augmix(picture, uniform((7, 7, 7), np.arange(2 * n), DRAWS), reading, severity)
+    slow = np.stack([slow_augmix(picture, rng, variant, severity, norm) for _ in range(n)])
+    fast = fast_augmix(picture, uniform((7, 7, 7), np.arange(2 * n), DRAWS), variant, severity)
     error = np.sqrt(slow.var(0) / n + fast.var(0) / len(fast)) + 1e-9
     assert np.abs((slow.mean(0) - fast.mean(0)) / error).max() < 5.5  # 768 pixels
     assert np.allclose(slow.std(0).mean(), fast.std(0).mean(), rtol=0.08)
@@ -168,13 +168,13 @@ def test_every_operation_and_every_chain_length_is_drawn_equally_often():
     assert len(by_kind) == 8
 
 
-@pytest.mark.parametrize("reading", ["released", "original"])
-def test_a_sample_comes_out_the_same_in_any_company(reading):
+@pytest.mark.parametrize("variant", ["released", "original"])
+def test_a_sample_comes_out_the_same_in_any_company(variant):
     batch = torch.from_numpy(pictures(24, 16)).permute(0, 3, 1, 2).contiguous()
     draws = uniform((3, 1, 1), np.arange(24), DRAWS)
-    whole, _ = augmix(batch, draw_augmix(draws, 16, reading, 3.0))
+    whole, _ = augmix(batch, draw_augmix(draws, 16, variant, 3.0))
     for rows in (slice(0, 5), slice(5, 6), slice(6, 24)):
-        part, _ = augmix(batch[rows], draw_augmix(draws[rows], 16, reading, 3.0))
+        part, _ = augmix(batch[rows], draw_augmix(draws[rows], 16, variant, 3.0))
         assert torch.equal(part, whole[rows])
 
 

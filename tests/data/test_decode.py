@@ -148,10 +148,10 @@ def test_a_jpeg_with_a_rare_chroma_sampling_is_decoded():
 def test_a_large_jpeg_may_be_decoded_smaller_but_not_below_the_wanted_side():
     large = encode(Image.fromarray(photograph(400, 600)), "JPEG", quality=95)
     assert decode(large)[0].shape == (400, 600, 3)
-    assert decode(large, least=100)[0].shape == (100, 150, 3)
-    assert decode(large, least=101)[0].shape[0] >= 101
-    assert decode(large, least=201)[0].shape == (400, 600, 3)
-    assert near(decode(large, least=100)[0], photograph(100, 150), 4)
+    assert decode(large, min_side=100)[0].shape == (100, 150, 3)
+    assert decode(large, min_side=101)[0].shape[0] >= 101
+    assert decode(large, min_side=201)[0].shape == (400, 600, 3)
+    assert near(decode(large, min_side=100)[0], photograph(100, 150), 4)
 
 
 def test_resizing_agrees_with_pillow_to_one_level():

@@ -91,11 +91,11 @@ def agree(a: Batch, b: Batch, lossless: set[int]) -> bool:
 def test_batches_and_surveys_are_those_of_the_tars(photographs, loaders):
     ffcv, tars = loaders
     lossless = {i for i in range(len(photographs)) if bytes(photographs.read(i)[:4]) == b"\x89PNG"}
-    pass_ = Pass(sampling.shuffled(len(photographs), 1, 2), VIEWS, beside=np.arange(5), beside_batch=3)
+    pass_ = Pass(sampling.shuffled(len(photographs), 1, 2), VIEWS, second=np.arange(5), second_batch=3)
     got, expected = list(ffcv.batches(pass_, 2)), list(tars.batches(pass_, 2))
     assert len(got) == len(expected)
     assert lossless & set(torch.cat([b.index for b in got]).tolist())
-    assert all(agree(a, b, lossless) and agree(a.beside, b.beside, lossless) for a, b in zip(got, expected))
+    assert all(agree(a, b, lossless) and agree(a.second, b.second, lossless) for a, b in zip(got, expected))
     resumed = list(ffcv.batches(pass_, 2, first_step=2))
     assert all(agree(a, b, lossless) for a, b in zip(resumed, expected[-len(resumed) :], strict=True))
     for (index, images), (same_index, same_images) in zip(ffcv.survey(), tars.survey(), strict=True):

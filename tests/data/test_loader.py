@@ -171,26 +171,26 @@ def test_resuming_at_a_step_yields_the_same_remainder(split, step):
 
 
 def test_the_stream_beside_goes_round_with_fresh_views(split):
-    pass_ = Pass(np.arange(24), beside=np.array([30, 31, 32]), batch=6, beside_batch=4)
+    pass_ = Pass(np.arange(24), second=np.array([30, 31, 32]), batch=6, second_batch=4)
     batches = collect(split, pass_)
-    beside = torch.cat([b.beside.index for b in batches])
+    beside = torch.cat([b.second.index for b in batches])
     assert beside.tolist() == [30, 31, 32] * 5 + [30]
-    pictures = torch.cat([b.beside.views["weak"] for b in batches])
+    pictures = torch.cat([b.second.views["weak"] for b in batches])
     assert len({p.numpy().tobytes() for p in pictures[::3]}) > 1, "the same sample, seen again, is cropped anew"
     both = [collect(split, pass_, rank, 2) for rank in range(2)]
     for step, whole in enumerate(batches):
-        together = torch.cat([r[step].beside.index[r[step].beside.valid.bool()] for r in both])
-        assert torch.equal(together, whole.beside.index)
+        together = torch.cat([r[step].second.index[r[step].second.valid.bool()] for r in both])
+        assert torch.equal(together, whole.second.index)
 
 
 def test_a_batch_says_which_network_learns_and_nothing_else_changes(split):
-    pass_ = Pass(np.arange(24), beside=np.array([30, 31, 32]), batch=6)
+    pass_ = Pass(np.arange(24), second=np.array([30, 31, 32]), batch=6)
     other = collect(split, replace(pass_, learner=1))
-    assert {(b.learner, b.beside.learner) for b in other} == {(1, 1)}
+    assert {(b.learner, b.second.learner) for b in other} == {(1, 1)}
     assert [b.step for b in other] == [0, 1, 2, 3]
     for a, b in zip(collect(split, pass_), other, strict=True):
         assert same(a, b)
-        assert same(a.beside, b.beside)
+        assert same(a.second, b.second)
 
 
 def test_a_sample_that_comes_again_in_a_pass_is_cropped_anew(split):

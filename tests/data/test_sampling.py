@@ -92,7 +92,7 @@ def rows_of(order: np.ndarray, batch: int, group: int, parts: int, rank: int, wo
     """What one rank sees: (step, group number of each row, samples) of each micro-batch."""
     for step in range(first_step, sampling.steps(len(order), batch)):
         rows = order[sampling.batch_rows(len(order), batch, step)]
-        for micro in sampling.micro_batches(len(rows), parts, group):
+        for micro in sampling.micro_slices(len(rows), parts, group):
             mine = sampling.rank_rows(micro.stop - micro.start, rank, world, group)
             place = np.arange(micro.start + mine.start, micro.start + mine.stop)
             yield step, place // group, rows[place]
@@ -134,5 +134,5 @@ def test_resuming_at_any_step_yields_the_same_remainder(n, batch, group, parts, 
 
 @given(**walks)
 def test_no_micro_batch_is_empty(n, batch, group, parts):
-    for rows in sampling.micro_batches(n, parts, group):
+    for rows in sampling.micro_slices(n, parts, group):
         assert rows.stop > rows.start

@@ -51,7 +51,7 @@ class StopAfter:
         self.steps, self.trainer = steps, None
 
     @property
-    def wanted(self) -> str | None:
+    def reason(self) -> str | None:
         return "enough" if self.trainer is not None and self.trainer.position.global_step >= self.steps else None
 
 

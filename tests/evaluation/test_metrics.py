@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.evaluation.accuracy import _count, _summarise
-from pipeline.evaluation.metrics import area_under_curve, cleaning_metrics, detection, group_accuracies
+from pipeline.evaluation.metrics import cleaning_metrics, detection, group_accuracies, roc_auc
 from pipeline.methods.base import Beliefs
 from shards.bias import class_groups
 
@@ -51,10 +51,10 @@ def test_area_under_the_curve_is_the_chance_of_the_right_order(pairs) -> None:
     no = [s for t, s in pairs if not t]
     truth, score = np.array([t for t, _ in pairs]), np.array([s for _, s in pairs], float)
     if not yes or not no:
-        assert area_under_curve(truth, score) is None
+        assert roc_auc(truth, score) is None
         return
     wins = sum((a > b) + 0.5 * (a == b) for a in yes for b in no)
-    assert area_under_curve(truth, score) == pytest.approx(wins / (len(yes) * len(no)))
+    assert roc_auc(truth, score) == pytest.approx(wins / (len(yes) * len(no)))
 
 
 def test_cleaning_is_judged_by_true_labels_and_grouped_by_given_ones() -> None:

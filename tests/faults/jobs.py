@@ -51,7 +51,7 @@ class Counting:
     beats: int = 0
 
     @property
-    def wanted(self) -> str | None:
+    def reason(self) -> str | None:
         self.beats += 1
         return "the test wants it" if self.beats == self.stop_at else None
 

@@ -26,7 +26,7 @@ class Places:
         self.trainer, self.here, self.asked = trainer, here, False
 
     @property
-    def wanted(self) -> str | None:
+    def reason(self) -> str | None:
         self.asked = self.asked or self.here(self.trainer)
         return "the test wants it" if self.asked else None
 

@@ -27,21 +27,21 @@ with open(sys.argv[2], "a") as out:
     out.write(f"{rank} {attempt} {os.getpid()}\\n")
 what = sys.argv[1]
 if what == "wait":
-    while not stop.wanted:
+    while not stop.reason:
         time.sleep(0.02)
-    sys.exit(write_exit_status("stopped", stop.wanted))
+    sys.exit(write_exit_status("stopped", stop.reason))
 if what == "hang":
     time.sleep(60)
 if what == "die" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 if what == "die":
-    while not stop.wanted:
+    while not stop.reason:
         time.sleep(0.02)
     sys.exit(1)
 if what == "refuse" or what == "one refuses" and rank == 1:
     sys.exit(write_exit_status("refused", "the shards have 10 classes, the checkpoint 7."))
 if what == "one refuses":
-    while not stop.wanted:
+    while not stop.reason:
         time.sleep(0.02)
     sys.exit(write_exit_status("failed", "connection closed by peer"))
 if what == "recover" and attempt == 0:

@@ -40,7 +40,7 @@ def slow_losses(method: DivideMix, batch, unlabelled: bool, ramp: float) -> dict
     own, peer, options = method.network(0), method.network(1), method.options
     say = lambda network, image: softmax(network(image[None])[1][0])  # noqa: E731
     sharp = lambda p: [v**2 / sum(w**2 for w in p) for v in p]  # noqa: E731, temperature 1/2
-    streams = [batch, batch.beside] if batch.beside is not None else [batch]
+    streams = [batch, batch.second] if batch.second is not None else [batch]
     rows = []  # (image, target, stream, valid)
     for number, stream in enumerate(streams):
         targets = []
@@ -83,7 +83,7 @@ def test_the_loss_is_the_formula(beside, weight) -> None:
     method = divider(unlabelled=weight, unlabelled_ramp=0.5)
     batch = batch_of(method, 6, views=VIEWS)
     if beside:
-        batch.beside = batch_of(method, 6, seed=1, views=VIEWS)
+        batch.second = batch_of(method, 6, seed=1, views=VIEWS)
     ramp = (4.5 - 2) / 4  # two epochs of warm-up, a ramp of four, in the middle of epoch 4
     expected = slow_losses(method, batch, bool(weight), ramp)
     found = method(batch)
@@ -123,9 +123,9 @@ def test_each_network_learns_from_the_beliefs_of_the_other() -> None:
     assert set(first.order) == set(range(30, 45))
     assert set(second.order) == set(range(20))
     for walk in (first, second):
-        assert walk.beside is not None
+        assert walk.second is not None
         assert len(walk.order) % 16 == 0  # full batches
-        assert set(walk.order) | set(walk.beside) == set(range(45))
+        assert set(walk.order) | set(walk.second) == set(range(45))
     assert (first.trainable, second.trainable) == (("networks.0.",), ("networks.1.",))
     assert [walk.learner for walk in (first, second)] == [0, 1]
     assert all(np.array_equal(a.order, b.order) for a, b in zip(method.passes(), method.passes()))
@@ -189,7 +189,7 @@ def test_equal_losses_and_losses_that_are_not_finite_leave_something_to_learn_fr
         given = torch.from_numpy(method.data.given).long()
         method.begin_epoch(survey_of(method.votes_and_losses([logits, logits], given)))
         assert (method.belief == 1).all()
-        assert all(len(walk.order) and walk.beside is None for walk in method.passes())
+        assert all(len(walk.order) and walk.second is None for walk in method.passes())
 
 
 def test_an_empty_labelled_set_is_read_as_no_division(monkeypatch) -> None:

@@ -85,7 +85,7 @@ def test_the_loss_adds_the_balanced_classifier_to_that_of_dividemix() -> None:
     method = averager(unlabelled_ramp=0.0).double()
     method.counts.copy_(torch.tensor([[5.0, 1, 2], [9, 0, 4]]))
     batch = batch_of(method, 5, views=VIEWS)
-    batch.beside = batch_of(method, 5, seed=1, views=VIEWS)
+    batch.second = batch_of(method, 5, seed=1, views=VIEWS)
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(20, method.network(0).features, generator=generator, dtype=torch.float64)
     logits = torch.randn(20, K, generator=generator, dtype=torch.float64)

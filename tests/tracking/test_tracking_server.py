@@ -34,7 +34,7 @@ def server(migrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking, "SYNC_SECONDS", 0.2)
-    monkeypatch.setattr(tracking, "LONGEST_PAUSE", 1.0)
+    monkeypatch.setattr(tracking, "MAX_PAUSE", 1.0)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
 

@@ -26,7 +26,7 @@ def test_a_stage_by_steps_keeps_trainable_beside_and_learner_of_its_pass(digits:
     trainer.run()
     trainer.checkpoints.close()
     assert [batch.index.tolist() for batch in seen] == [list(range(16)), list(range(16, 32))]
-    assert [batch.beside and batch.beside.index.tolist() for batch in seen] == [[1, 2, 3, 1], [2, 3, 1, 2]]
-    assert [(batch.learner, batch.beside.learner, *batch.views) for batch in seen] == [(1, 1, "weak", "weak2")] * 2
+    assert [batch.second and batch.second.index.tolist() for batch in seen] == [[1, 2, 3, 1], [2, 3, 1, 2]]
+    assert [(batch.learner, batch.second.learner, *batch.views) for batch in seen] == [(1, 1, "weak", "weak2")] * 2
     moved = {name for name, value in method.state_dict().items() if not torch.equal(value, before[name])}
     assert moved == {"network.head.weight", "network.head.bias"}

@@ -35,7 +35,7 @@ class StopAt:
         self.left = looks
 
     @property
-    def wanted(self) -> str | None:
+    def reason(self) -> str | None:
         self.left -= 1
         return "the test said so" if self.left < 0 else None
 

@@ -1,4 +1,4 @@
-"""The losses of the Prototypical Classifier, as functions. B rows on this rank, G over all ranks, K classes, D embedding width.
+"""Losses shared by methods; L_pc is in prototype_method. B rows on this rank, G over all ranks, K classes, D embedding width.
 
 Each returns a value whose average over ranks is the loss of the global batch (see World.global_mean).
 """
