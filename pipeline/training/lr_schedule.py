@@ -13,7 +13,7 @@ def lr_at(optim: OptimConfig, epoch: int, epochs: int, constant: bool = False) -
     Cosine is stepped before the epoch, as the released code does: epoch 0 already has the first decay and the last epoch
     runs at final_lr.
     """
-    if constant or optim.schedule == "constant":
+    if constant or not epochs or optim.schedule == "constant":  # a stage measured in steps has no schedule
         return optim.lr
     if epoch < optim.warmup_epochs:
         return optim.lr * (epoch + 1) / optim.warmup_epochs

@@ -211,9 +211,10 @@ DIGITS: dict[str, tuple[dict[str, Any], float, str]] = {
     "elr": ({}, 0.03, "ce"),
     "elr_plus": ({"ema": 0.9, "strength": 1, "mixup": 0.2}, 0.05, "ce"),
     "har": ({"strength": 1, "probe_part": 0.4}, 0.03, "total"),
-    "dividemix": (DIVIDED, 0.05, "labelled"),
-    "rolt": (DIVIDED, 0.05, "labelled"),
-    "sfa": (DIVIDED, 0.05, "balanced_labelled"),
+    "aum": ({"probe_part": 1.0}, 0.05, "total"),
+    "dividemix": (DIVIDED, 0.05, "ce"),
+    "rolt": (DIVIDED, 0.05, "ce"),
+    "sfa": (DIVIDED, 0.05, "ce"),
     "rrl": ({"contrastive": 0.3, "prototype": 2, "cleaning_start": 0.6, "neighbours": 20}, 0.03, "pc"),
     "mopro": (
         {"queue": 256, "momentum": 0.99, "prototype_momentum": 0.99, "cleaning_start": 0.7, "retrain_part": 0.1},

@@ -34,3 +34,7 @@ def test_restarts_come_back_to_the_initial_rate() -> None:
     optim = OptimConfig(lr=0.02, schedule="restarts", restart_epochs=10, final_lr=1e-3)
     assert lr_at(optim, 0, 150) == lr_at(optim, 10, 150) == 0.02
     assert lr_at(optim, 9, 150) < 0.0015
+
+
+def test_a_stage_measured_in_steps_runs_at_the_initial_rate() -> None:
+    assert lr_at(OptimConfig(lr=0.1, final_lr=0.001), 0, 0) == 0.1
