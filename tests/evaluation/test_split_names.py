@@ -11,7 +11,7 @@ pytest_plugins = ["mlflow_fixtures"]
 
 
 def test_an_evaluation_of_the_training_split_is_named_train(trained: Trained, tmp_path: Path) -> None:
-    done = command("pipeline.evaluate", trained.folder, "--split", "train", "--split", "test", "--out", tmp_path)
+    done = command("pipeline.evaluate", trained.folder, "split=train,test", f"out={tmp_path}")
     metrics = json.loads((tmp_path / "evaluation.json").read_text())["metrics"]
     assert {key.partition("/")[0] for key in metrics["train"]} == {"train"}
     assert {key.partition("/")[0] for key in metrics["test"]} == {"test"}
