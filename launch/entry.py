@@ -28,6 +28,7 @@ from typing import Any
 
 from pipeline import config
 from pipeline.process import exit_status, stop_request
+from pipeline.process.diagnose import RESUME
 from shards.base import cli
 from shards.base.errors import UserError
 
@@ -140,13 +141,12 @@ class Supervisor:
         if code == 0 or exit_status.all_ended(ends):
             return 0
         if self.stop_signal:
-            print(f"stopped: {self.stop_signal} was received before the ranks could save. {_AGAIN}", file=sys.stderr)
+            print(f"stopped: {self.stop_signal} was received before the ranks could save. {RESUME}", file=sys.stderr)
             return exit_status.EXIT_CODES["stopped"]
-        print(f"failed: a rank ended without recording why, see its output above. {_AGAIN}", file=sys.stderr)
+        print(f"failed: a rank ended without recording why, see its output above. {RESUME}", file=sys.stderr)
         return exit_status.EXIT_CODES["failed"]
 
 
-_AGAIN = "The same command continues from the last checkpoint."
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 

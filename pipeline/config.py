@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from pipeline.methods.options import MethodOptions, PrototypicalOptions
+from pipeline.methods.options import Fraction, MethodOptions, PrototypicalOptions
 from shards.base import cli, settings
 from shards.base.errors import UserError
 from shards.base.settings import Input, NoEffect, Settings, Tree
@@ -23,7 +23,6 @@ ABOUT = """Train an image classifier on shards whose labels may be wrong and who
 
 This starts one rank. For more: torchrun --nproc_per_node=8 --standalone -m pipeline.train [key=value ...]"""
 CONFIGS = Path(__file__).parent / "configs"  # a link to configs/ in the source tree, a folder in the installed package
-Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class DataConfig(Settings):

@@ -146,10 +146,10 @@ def unfinished(doc: Document, runs: Sequence[Result]) -> None:
 
 
 def write_report(uri: str, experiments: Sequence[str], out: Path) -> list[Result]:
-    output_folder(out)
     runs = read_runs(uri, experiments)
     if not runs:
         raise UserError(f"There are no runs at {redact(uri)}. Train something first, or name another experiment.")
+    output_folder(out)
     doc = Document(out)
     title = "Evenhand report" + (f": {', '.join(experiments)}" if experiments else "")
     doc.heading(1, title)

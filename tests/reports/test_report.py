@@ -215,3 +215,9 @@ def test_help_answers_without_mlflow_or_torch() -> None:
     script += "print({'mlflow', 'torch', 'matplotlib'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == "set()\n"
+
+
+def test_a_report_that_fails_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="There is no MLflow database"):
+        report.write_report(f"sqlite:///{tmp_path / 'nothing.db'}", [], tmp_path / "report")
+    assert not (tmp_path / "report").exists()
