@@ -299,7 +299,7 @@ def test_own_settings_that_cannot_be_used_are_refused(tmp_path: Path, text: str 
 
 def test_the_loss_scale_follows_the_rule_of_torch_and_shares_its_state() -> None:
     ours, theirs = LossScale(enabled=True), torch.amp.GradScaler("cpu", growth_interval=3)
-    ours.load(theirs.state_dict())
+    ours.load_state_dict(theirs.state_dict())
     weight = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([weight], 0.1)
     for good in (True, False, True, True, True, False, False, True, True, True, True):
@@ -308,4 +308,4 @@ def test_the_loss_scale_follows_the_rule_of_torch_and_shares_its_state() -> None
         theirs.step(optimizer)
         theirs.update()
         ours.update(good)
-        assert ours.state() == theirs.state_dict()
+        assert ours.state_dict() == theirs.state_dict()
