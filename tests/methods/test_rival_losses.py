@@ -62,6 +62,13 @@ def slow_ldam(method: ldam.LDAM, batch: Batch, weights: list[float]) -> float:
     return total / weight
 
 
+def test_ldam_scores_are_scaled_cosines_without_margins() -> None:
+    method, batch = set_up("ldam")
+    method.eval()
+    cosine = method.eval_network(batch.views["weak"])[1]
+    assert torch.equal(method.scores(batch.views["weak"])["cosine"], 30 * cosine.float())
+
+
 def test_ldam_takes_its_margin_from_the_label_alone() -> None:
     method, batch = set_up("ldam")
     assert loss_of(method, batch) == pytest.approx(slow_ldam(method, batch, [1] * CLASSES), rel=1e-6)

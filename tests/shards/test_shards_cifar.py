@@ -48,6 +48,14 @@ class TestCifar:
                 assert np.array_equal(pixels(opened.read(index)), data[number].reshape(3, 32, 32).transpose(1, 2, 0))
                 assert opened.given[index] == labels[number]
 
+    @pytest.mark.parametrize(("name", "classes"), [("labels", 10), ("fine_labels", 100)])
+    def test_labels_are_within_the_classes_of_the_set(self, name: str, classes: int) -> None:
+        data = np.zeros((2, 3072), np.uint8)
+        read = cifar._labels({"data": data, name: [0, classes - 1]}, name, "train", Path("raw"))
+        assert read.tolist() == [0, classes - 1]
+        with pytest.raises(UserError, match="does not hold a label for each picture"):
+            cifar._labels({"data": data, name: [0, classes]}, name, "train", Path("raw"))
+
     def test_a_batch_that_is_a_program_is_refused_and_not_run(self, tmp_path: Path, build: Build) -> None:
         class Trap:
             def __reduce__(self):
