@@ -125,3 +125,11 @@ def test_a_method_looks_the_same_everywhere_and_no_two_known_methods_look_alike(
     looks = [tuple(style(name).values()) for name in METHODS]
     assert len(set(looks)) == len(looks)
     assert style("somebody's own") == style("somebody's own")
+
+
+def test_the_embedding_shows_each_class_with_its_own_points() -> None:
+    labels = np.array([0] * 20 + [1] * 7 + [2] * 3)
+    figure = figures.plot_embedding({**data(3), "embedding_labels": labels})
+    assert figure is not None
+    drawn = {points.get_label(): len(points.get_offsets()) for points in figure.axes[0].collections}
+    assert drawn == {"class 0": 20, "class 1": 7, "class 2": 3}
