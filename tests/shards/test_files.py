@@ -90,3 +90,8 @@ def test_a_lock_file_is_removed_after_use(tmp_path: Path) -> None:
     with removed_lock(tmp_path / "lock"):
         assert (tmp_path / "lock").exists()
     assert os.listdir(tmp_path) == []
+
+
+def test_a_lock_file_that_somebody_else_removed_is_no_error(tmp_path: Path) -> None:
+    with removed_lock(tmp_path / "lock"):
+        (tmp_path / "lock").unlink()
