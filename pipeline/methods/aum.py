@@ -121,7 +121,7 @@ class AUM(OneNetwork[AUMOptions]):
         if self.stage == RETRAINING:
             _, logits = self.network(batch.views["weak"], batch.mask)
             return {"loss": cross_entropy(logits, batch.label, batch.valid, self.world)}
-        _, logits = self.runs[self.stage](batch.views["weak"])
+        _, logits = self.runs[self.stage](batch.views["weak"], batch.mask)
         label = torch.where(self.fake[batch.index, self.stage], self.data.classes, batch.label)
         margin = margins(logits.detach(), label)
         add_by_index(self.sums[:, self.stage], batch, margin, self.world)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import EllipsisType
 from typing import Generic, TypeVar
 
 import torch
@@ -53,13 +54,17 @@ class Network(nn.Module):
         if config.compile:
             self.backbone.compile()  # in place: state_dict names do not change
 
-    def forward(self, images: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, images: Tensor, mask: Tensor | None | EllipsisType = ...) -> tuple[Tensor, Tensor]:
         """(features, logits)
 
-        mask: (B,) 0 for rows that must not count in batch statistics, None if all count. `images` may be several views of
-        the B rows, one after the other.
+        mask: (B,) 0 for rows that must not count in batch statistics, None if all count; needed in training. `images` may be
+        several views of the B rows, one after the other.
         """
-        if mask is not None:
+        if isinstance(mask, EllipsisType):
+            if self.training:
+                raise TypeError("a network in training needs to know which rows count: pass batch.mask")
+            mask = None
+        elif mask is not None:
             mask = mask.repeat(len(images) // len(mask))
         with self.rows.use(mask):
             features = self.backbone(images)

@@ -44,7 +44,7 @@ def test_group_norm_rows_do_not_see_each_other() -> None:
 
 def test_embeddings_are_unit_length_and_zero_stays_zero() -> None:
     network = Network(ModelConfig(width=8), 10, World(), embed=True)
-    features, logits = network(torch.randn(4, 3, 16, 16))
+    features, logits = network(torch.randn(4, 3, 16, 16), None)
     assert logits.shape == (4, 10)
     assert torch.allclose(network.embed(features).norm(dim=1), torch.ones(4), atol=1e-6)
     zero = unit(torch.zeros(2, 5, requires_grad=True))
@@ -59,7 +59,7 @@ def test_activation_checkpointing_changes_memory_not_mathematics() -> None:
     saving = Network(ModelConfig(width=8, norm="group", checkpoint_activations=True), 10, World())
     x = torch.randn(2, 3, 16, 16)
     for network in (plain, saving):
-        network(x)[1].sum().backward()
+        network(x, None)[1].sum().backward()
     for a, b in zip(plain.parameters(), saving.parameters()):
         assert torch.equal(a.grad, b.grad)
 
