@@ -125,7 +125,7 @@ class Loader:
         """(index, images) of this rank's contiguous part of the split, in the test view, without padding."""
         mine = self.world.rank_slice(len(self.given))
         rows = slice(mine.start + first_row, mine.stop)
-        todo = survey_batches(rows, max(1, self.config.batch // self.world.size))
+        todo = survey_batches(rows, self.config.eval_rows(self.world.size))
         prefetch = self._prefetcher(np.arange(rows.start, rows.stop), None)
         with closing(self._fill(todo, ("test",), 0, prefetch)) as filled:
             for micro, parts in filled:

@@ -37,7 +37,6 @@ from shards.base.settings import Settings, merge, validate
 WEIGHTS, MODEL_INFO, FORMAT = "weights.safetensors", "model.json", 1
 LARGE = 1 << 20
 MAX_SAMPLES = 1 << 31
-BATCH = 64
 Picture = bytes | memoryview | np.ndarray
 
 
@@ -94,7 +93,7 @@ class Model:
                 waiting.append((self.prepare(picture), ""))
             except DecodeError as error:
                 waiting.append((None, str(error)))
-            if len(waiting) == BATCH:
+            if len(waiting) == self.config.data.eval_rows(1):
                 yield from self._predict(waiting)
                 waiting = []
         yield from self._predict(waiting)

@@ -342,3 +342,14 @@ def test_real_shards_give_their_labels_and_pictures(digits):
     samples, images = next(loader.survey())
     expected = np.stack([center_crop(decode(train.read(int(i)))[0], 16, 16) for i in samples])
     assert np.allclose(images.permute(0, 2, 3, 1).numpy() * 255, expected, atol=1e-3)
+
+
+def test_a_survey_has_a_batch_of_its_own_on_every_rank(split):
+    def sizes(ranks: int, **changes: object) -> list[int]:
+        return [len(index) for index, _ in Loader(split, config(**changes), 5, World(0, ranks)).survey()]
+
+    assert sizes(1) == [37], "at least 64 at a time: a training batch is 12"
+    assert sizes(4) == [9], "not the part of a training batch that a rank has"
+    assert sizes(1, eval_batch=10) == [10, 10, 10, 7]
+    assert sizes(2, eval_batch=10) == [10, 8]
+    assert config(batch=512).eval_rows(2) == 256
