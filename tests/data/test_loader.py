@@ -353,3 +353,18 @@ def test_a_survey_has_a_batch_of_its_own_on_every_rank(split):
     assert sizes(1, eval_batch=10) == [10, 10, 10, 7]
     assert sizes(2, eval_batch=10) == [10, 8]
     assert config(batch=512).eval_rows(2) == 256
+
+
+@pytest.mark.parametrize("augmix", ["released", "none"])
+def test_the_memory_layout_is_the_networks_and_changes_no_value(split, augmix):
+    """A decoder writes channels last; a network of that layout gets them without a copy to another one and back."""
+    layouts = {False: torch.contiguous_format, True: torch.channels_last}
+    batches, surveys = [], []
+    for channels_last, layout in layouts.items():
+        loader = Loader(split, config(augmix=augmix), 5, World(), 1, channels_last)
+        batches.append(list(loader.batches(WALK, 3)))
+        surveys.append([images for _, images in loader.survey()])
+        every = [view for batch in batches[-1] for view in batch.views.values()] + surveys[-1]
+        assert all(view.is_contiguous(memory_format=layout) for view in every)
+    assert all(same(a, b) for a, b in zip(*batches, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*surveys, strict=True))
