@@ -37,7 +37,6 @@ from shards.base.settings import Settings, merge, validate
 WEIGHTS, MODEL_INFO, FORMAT = "weights.safetensors", "model.json", 1
 LARGE = 1 << 20
 MAX_SAMPLES = 1 << 31
-BATCH = 64
 Picture = bytes | memoryview | np.ndarray
 
 
@@ -76,8 +75,9 @@ class Model:
 
     def images(self, views: Sequence[np.ndarray]) -> Tensor:
         """(B,3,H,W) as the network takes them."""
-        levels = torch.from_numpy(np.stack(views)).permute(0, 3, 1, 2).to(self.device)
-        return normalise(levels, self.config.data.mean, self.config.data.std)
+        levels = torch.from_numpy(np.stack(views)).to(self.device).permute(0, 3, 1, 2)
+        layout = torch.channels_last if self.config.model.channels_last else torch.contiguous_format
+        return normalise(levels.contiguous(memory_format=layout), self.config.data.mean, self.config.data.std)
 
     @torch.no_grad()
     def scores(self, images: Tensor) -> np.ndarray:
@@ -94,7 +94,7 @@ class Model:
                 waiting.append((self.prepare(picture), ""))
             except DecodeError as error:
                 waiting.append((None, str(error)))
-            if len(waiting) == BATCH:
+            if len(waiting) == self.config.data.eval_rows(1):
                 yield from self._predict(waiting)
                 waiting = []
         yield from self._predict(waiting)

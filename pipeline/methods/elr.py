@@ -43,7 +43,7 @@ def regulariser(prediction_BK: Tensor, memory_BK: Tensor, weight_B: Tensor, worl
 
 def memory_beliefs(memory_NK: Tensor, data: TrainingSet) -> Beliefs:
     """The largest class of the memory is believed; samples not seen yet keep their label."""
-    given = torch.from_numpy(data.given).to(memory_NK.device, torch.long)
+    given = data.given_on(memory_NK.device)
     label = torch.where(memory_NK.sum(1) > 0, memory_NK.argmax(1), given)
     return Beliefs(label=label, clean=label == given, score=memory_NK.gather(1, given[:, None])[:, 0])
 

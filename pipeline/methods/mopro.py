@@ -106,7 +106,7 @@ class MoPro(PrototypeMethod[MoProOptions]):
         """Labels as corrected in the last epoch; clean are those kept and not changed."""
         if self.stage == MAIN and self.epoch <= self.first_cleaning:
             return None
-        given = torch.from_numpy(self.data.given).to(self.label)
+        given = self.data.given_on(self.label.device)
         label, clean = self.label.long(), (self.kept > 0) & (self.label == given)
         return Beliefs(self.used, label, clean, self.score, basis=(label, self.used))
 

@@ -82,6 +82,9 @@ class Average(nn.Module, Generic[M]):
     def __init__(self, network: M, decay: float) -> None:
         super().__init__()
         self.network = copy.deepcopy(network).requires_grad_(False)
+        for copied, module in zip(self.network.modules(), network.modules()):
+            if module._compiled_call_impl is not None:  # which deepcopy leaves out
+                copied.compile()
         self.decay = decay
 
     @torch.no_grad()
@@ -91,5 +94,9 @@ class Average(nn.Module, Generic[M]):
         if pairs:
             old, new = (list(part) for part in zip(*pairs))
             torch._foreach_lerp_(old, new, 1 - self.decay)
+        by_type: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}  # one kernel copies tensors of one type
         for copied, value in zip(self.network.buffers(), network.buffers()):
-            copied.copy_(value)
+            for part, tensor in zip(by_type.setdefault(value.dtype, ([], [])), (copied, value)):
+                part.append(tensor)
+        for copies, values in by_type.values():
+            torch._foreach_copy_(copies, values)

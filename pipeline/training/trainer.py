@@ -251,13 +251,10 @@ class Trainer:
     @torch.no_grad()
     def _survey(self) -> Survey:
         self.method.eval()
-        given = torch.from_numpy(self.method.data.given).to(
-            self.world.device, torch.long
-        )  # on the device: no host synchronisation per batch
 
         def outputs(index: Tensor, images: Tensor) -> dict[str, Tensor]:
             with self.autocast:
-                return self.method.survey_outputs(images, given[index])
+                return self.method.survey_outputs(images, self.method.data.labels(index))
 
         def dummy(images: Tensor) -> dict[str, Tensor]:
             return outputs(torch.zeros(len(images), dtype=torch.long, device=images.device), images)
@@ -277,10 +274,9 @@ class Trainer:
     def _accumulate_losses(self, losses: dict[str, Tensor], batch: Batch) -> None:
         """Sum losses on the device. The host reads them when the epoch ends."""
         self.images += batch.total + (batch.second.total if batch.second else 0)
-        share = torch.tensor(batch.share, dtype=torch.float64)
         for name, value in {**losses, STEPS: torch.ones_like(losses["loss"])}.items():
             total = self.loss_sums.get(name)
-            value = value.double() * share
+            value = value.double() * batch.share
             self.loss_sums[name] = value if total is None else total + value
 
     def _loss_sums_by_rank(self) -> dict[str, Tensor]:
