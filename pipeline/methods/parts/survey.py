@@ -23,9 +23,9 @@ class Survey:
     def __getitem__(self, name: str) -> Tensor:
         return self.outputs[name]
 
-    def all_gather(self, value: Tensor) -> Tensor:
-        """(N, ...): rows of all ranks in index order, on every rank."""
-        return self.world.all_gather_rows(value, self.world.rank_slice_sizes(self.total))
+    def all_gather(self, value: Tensor, out: Tensor | None = None) -> Tensor:
+        """(N, ...): rows of all ranks in index order, on every rank; written to `out` if it is given."""
+        return self.world.all_gather_rows(value, self.world.rank_slice_sizes(self.total), out=out)
 
 
 def take_survey(
