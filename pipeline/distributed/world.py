@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -70,6 +70,16 @@ class World:
             return gathered
         return _gather(value.detach(), rows, out)
 
+    def gather_rows(self, value: Tensor, rows: Sequence[int]) -> Tensor:
+        """Rows of all ranks in the host memory of rank 0; the other ranks keep theirs."""
+        if self.size == 1:
+            return value
+        out = value.new_empty(sum(rows) * self.is_main, *value.shape[1:], device=CPU)
+        for place, part in _gathered_blocks(value.detach(), rows):
+            if self.is_main:
+                out[place] = part
+        return out if self.is_main else value
+
     def broadcast_object(self, value: T | None) -> T:
         """Rank 0's object on every rank."""
         objects: list[Any] = [value]
@@ -100,25 +110,35 @@ class World:
 
 def _gather(value: Tensor, rows: Sequence[int], out: Tensor | None = None) -> Tensor:
     """Rows of all ranks in one tensor, with little memory beside it: it may be many gigabytes."""
-    value, longest, first = value.contiguous(), max(rows), [0, *itertools.accumulate(rows)]
     if out is None:
-        out = value.new_empty(first[-1], *value.shape[1:])
-    row_bytes = (len(rows) + 1) * value.element_size() * max(1, math.prod(value.shape[1:]))
-    block = max(1, min(longest, GATHER_BYTES // row_bytes))
-    if out.numel() and min(rows) == longest and (value.is_cuda or block == longest):
-        dist.all_gather_single(out, value)
+        out = value.new_empty(sum(rows), *value.shape[1:])
+    if value.is_cuda and min(rows) == max(rows) and out.numel():
+        dist.all_gather_single(out, value.contiguous())
         return out
-    # In blocks, because gloo makes a copy of what it gathers, and because ranks must send equally many rows: the last
-    # block of a shorter part is filled up with whatever is in memory.
+    for place, part in _gathered_blocks(value, rows):
+        out[place] = part
+    return out
+
+
+def _gathered_blocks(value: Tensor, rows: Sequence[int]) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of all ranks, some at a time: their place among all of them, and they themselves, valid until the next.
+
+    In blocks, because gloo makes a copy of what it gathers. Ranks must send equally many rows: the last block of a
+    shorter part is filled up with whatever is in memory.
+    """
+    longest, first = max(rows), [0, *itertools.accumulate(rows)]
+    row_bytes = (len(rows) + 1) * value.element_size() * math.prod(value.shape[1:])
+    if not longest or not row_bytes:
+        return
+    block = max(1, min(longest, GATHER_BYTES // row_bytes))
     own, parts = (value.new_empty(n * block, *value.shape[1:]) for n in (1, len(rows)))
-    for start in range(0, longest if out.numel() else 0, block):
+    for start in range(0, longest, block):
         piece = value[start : start + block]
         own[: len(piece)] = piece
         dist.all_gather_single(parts, own)
         for at, n, part in zip(first, rows, parts.split(block)):
-            count = max(0, min(n - start, block))
-            out[at + start : at + start + count] = part[:count]
-    return out
+            if (count := min(n - start, block)) > 0:
+                yield slice(at + start, at + start + count), part[:count]
 
 
 class _Gather(torch.autograd.Function):

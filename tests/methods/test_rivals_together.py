@@ -64,7 +64,10 @@ def test_two_ranks_compute_what_one_computes(samples: int) -> None:
             both = {part: sum(rank[name][0][step][part] for rank in ranks) / 2 for part in parts}
             assert both == pytest.approx(parts, rel=1e-8, abs=1e-11), (name, step)
         for key, value in state.items():
-            assert torch.equal(ranks[0][name][1][key], ranks[1][name][1][key]), (name, key)
+            one, other = (rank[name][1][key] for rank in ranks)
+            if one.shape != other.shape:  # a table of which every rank holds a part
+                one = one[samples // 2 :]
+            assert torch.equal(one, other), (name, key)
             assert torch.allclose(ranks[0][name][1][key].double(), value.double(), atol=1e-6), (name, key)
 
 
@@ -177,13 +180,13 @@ def parts_of(beliefs: Beliefs | None) -> dict[str, Any]:
 @every_method
 def test_beliefs_can_be_read_twice_and_make_no_checkpoint_larger(name: str) -> None:
     run = Course(config_of(name))
-    size = {key: value.shape for key, value in run.method.state_dict().items()}
     seen: set[str] = set()
     for _ in run.steps():
+        size = {key: value.shape for key, value in run.method.state_dict().items()}
         first, second = parts_of(run.method.beliefs), parts_of(run.method.beliefs)
         assert first == second
         seen |= first.keys()
-    assert {key: value.shape for key, value in run.method.state_dict().items()} == size
+        assert {key: value.shape for key, value in run.method.state_dict().items()} == size
     assert "score" in seen or name not in ("prototypical", "rrl")  # whose scores lie outside the checkpoint
 
 
