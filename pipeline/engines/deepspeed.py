@@ -217,7 +217,7 @@ class DeepSpeedEngine:
 
     def load_optimizer_state_dict(self, state: OptimizerState) -> None:
         self.close()
-        self.momentum = dict(state["momentum"])
+        self.momentum = {name: value.clone() for name, value in state["momentum"].items()}  # not the whole checkpoint
         self.scale.load_state_dict(state["scaler"])
         self.nonfinite = int(state["nonfinite_steps"])
 

@@ -43,7 +43,8 @@ def build(config: Config, world: World) -> Trainer:
     )
     checkpoints.check_writable()
     method = _build_method(config, data.train, world)
-    resume = checkpoints.load()
+    own_rows = world.rank_slice(len(method.data))
+    resume = checkpoints.load(rows={f"method/{name}": own_rows for name in method.tables})
     if resume is not None:
         check_resumable(config, data.train, resume.tree, resume.name)
     tracker = _build_tracker(config, world, folder, data.train, resume)
