@@ -131,7 +131,7 @@ def check_like_ddp(found: list[dict[Any, Any]]) -> None:
             for key in ("weights", "momentum"):
                 assert apart(of_rank[name][key], found[0]["ddp"][key]) < 1e-3, (name, key)
                 again = of_rank[name]["resumed" if key == "weights" else "resumed momentum"]
-                assert apart(again, of_rank[name][key]) < 1e-6, (name, key)
+                assert apart(again, of_rank[name][key]) < 1e-5, (name, key)
             assert of_rank[name]["layout"], name
 
 
