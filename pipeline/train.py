@@ -21,10 +21,12 @@ def main(argv: list[str]) -> int:
     from pipeline.distributed.world import init_distributed, shutdown_distributed
     from pipeline.process.diagnose import explain_failure
     from pipeline.process.log import log, start_logging
+    from pipeline.process.torch_settings import apply_torch_settings
     from pipeline.training import run_folder
     from pipeline.training.build import build
 
     config = config.model_copy(update={"output": config.output or run_folder.default_folder(config)})
+    apply_torch_settings(config.train)
     world = init_distributed(config.train.device, config.train.timeout)
     trainer = None
     try:
