@@ -62,6 +62,7 @@ def train(trainer: Trainer) -> int:
     if world.is_main:
         start_logging(True, folder / "log.txt")
         run_folder.write_config(trainer.config, folder)
+        log.info(world.about)
     try:
         trainer.run()
         summary = final_outputs.write_final_outputs(trainer, folder)

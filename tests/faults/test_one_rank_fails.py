@@ -89,9 +89,17 @@ def test_a_rank_that_fails_does_not_wait_for_what_the_others_never_join(small: s
 
 def test_the_job_is_reported_as_the_rank_that_failed_saw_it(small: str, tmp_path: Path) -> None:
     """The other rank only says that it lost the first."""
-    words = [*PLAIN, "train.epochs=500", TIMEOUT, f"shards.url={small}", f"output={tmp_path / 'run'}"]
+    words = [
+        *PLAIN,
+        "train.epochs=500",
+        "train.device=cpu",
+        TIMEOUT,
+        f"shards.url={small}",
+        f"output={tmp_path / 'run'}",
+    ]
     code, said = run(tmp_path, "step", ENTRY, words)
     assert code == 1, said
+    assert "2 ranks on cpu, torch" in (tmp_path / "run" / "log.txt").read_text()
     assert said.splitlines()[-1].startswith("failed: rank 1: rank 1, stage 1, epoch 1, step 3")
     assert "the disk of rank 1 is on fire" in said.splitlines()[-1]
 
