@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from pipeline.checkpoints.checkpointer import Loaded, read_checkpoint
+from pipeline.distributed.device import choose_device, use_device
 from pipeline.inference.model import MODEL_INFO, Model, load_exported, placeholder_labels, restore
 from pipeline.process.torch_settings import apply_torch_settings
 from pipeline.tracking.tracker import tracking_uri
@@ -87,7 +89,10 @@ def _open(run: str, uri: str, best: bool, shards: str, own_labels: bool) -> Open
 
 
 def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """The GPU of this rank, or the first; the CPU where there is none."""
+    device = choose_device(local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+    use_device(device)
+    return device
 
 
 def _exported(folder: Path, name: str) -> OpenedRun:
