@@ -173,9 +173,10 @@ class SmallRun:
         from pipeline.engines import make_engine
         from pipeline.methods.base import load_method
 
+        small = world.device.type == "cpu"  # slow at half precision
         base = {
-            "data": {"batch": 16 * int(os.environ["WORLD_SIZE"]), "size": 32, "threads": 4},
-            "model": {"width": 16},
+            "data": {"batch": 16 * int(os.environ["WORLD_SIZE"]), "size": 8 if small else 32, "threads": 2},
+            "model": {"width": 4 if small else 16},
             "method": {"name": "prototypical", "warmup_steps": 0, "cleaning_start": 0.5},
             "optim": {"lr": 0.02},
         }
@@ -186,7 +187,7 @@ class SmallRun:
         data = TrainingSet(pictures.given, 10, 0, self.config.data.batch)
         self.method = load_method("prototypical")(self.config, data, world).to(world.device)
         with torch.no_grad():  # prototypes that are not zero
-            self.method.prototypes.normal_(generator=torch.Generator(world.device).manual_seed(0))  # type: ignore[union-attr, operator]
+            self.method.prototypes.normal_(generator=torch.Generator(world.device).manual_seed(0))  # type: ignore[operator]
         stage = len(self.method.stages()) - 1
         self.method.set_epoch(stage, 0)
         self.engine = make_engine(self.config, self.method, world)
@@ -373,6 +374,25 @@ def variants(world: World, config: CheckConfig) -> Iterable[Row]:
         yield Row(f"one step with {name}", f"weights differ by {gap:.1e}", gap < 2e-3)
 
 
+def deterministic(world: World, config: CheckConfig) -> Iterable[Row]:
+    """train.deterministic=true: two runs agree in every bit."""
+    import torch
+
+    from pipeline.config import TrainConfig
+    from pipeline.process.torch_settings import apply_torch_settings
+
+    pictures = Pictures(64 * world.size, 40)
+    apply_torch_settings(TrainConfig(deterministic=True))
+    try:
+        runs = [SmallRun(world, pictures, {}) for _ in range(2)]
+        losses = [run.losses(3) for run in runs]
+        one, two = (run.weights() for run in runs)
+    finally:
+        apply_torch_settings(TrainConfig())
+    equal = losses[0] == losses[1] and all(torch.equal(one[name], two[name]) for name in one)
+    yield Row("three steps twice with train.deterministic=true", "equal in every bit" if equal else "not equal", equal)
+
+
 def speed(world: World, config: CheckConfig) -> Iterable[Row]:
     """Images per second of the Prototypical Classifier on synthetic batches, and the memory of a GPU against the estimate."""
     import torch
@@ -394,8 +414,6 @@ def speed(world: World, config: CheckConfig) -> Iterable[Row]:
             f"{config.backbone}, {config.size} px, {config.rows} per rank, bf16, statistics {shared}",
             f"{config.rows * world.size / seconds:.0f} images/s, {seconds * 1e3:.0f} ms per step",
         )
-        if sync and world.device.type == "cuda":
-            yield _memory(run, torch.cuda.max_memory_allocated())
         del run
 
 
@@ -419,7 +437,7 @@ def _finish(world: World) -> None:
         torch.cuda.synchronize()
 
 
-CHECKS = (machine, conversion, batch_norm, one_step, collectives, copies, precisions, variants, speed)
+CHECKS = (machine, conversion, batch_norm, one_step, collectives, copies, precisions, variants, deterministic, speed)
 
 
 def start() -> None:
