@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from pipeline.config import Config
     from pipeline.data.batch import Batch
     from pipeline.distributed.world import World
+
+    Check = Callable[["World", "CheckConfig"], Iterable["Row"]]
 
 PROG = "python -m launch.gpu_check"
 ABOUT = """Check this machine's GPUs in about two minutes: exact results on all of them, memory, images per second.
@@ -92,16 +94,11 @@ def _check_all(config: CheckConfig) -> int:
         print("| check | seen | |\n|---|---|---|", flush=True)
     for check in CHECKS:
         started = time.monotonic()
-        try:
-            rows = list(check(world, config))
-        except UserError as error:
-            rows = [Row(check.__name__, str(error), None)]
-        except Exception as error:  # the other checks are still worth having
-            rows = [Row(check.__name__, " ".join(f"{type(error).__name__}: {error}".split())[:300], False)]
-        for row in _worst(world.all_gather_object(rows)):
-            failed += row.passed is False
+        for row in _rows_of(check, world, config):
+            worst = _worst(world.all_gather_object(row))
+            failed += worst.passed is False
             if world.is_main:
-                print(row, flush=True)
+                print(worst, flush=True)
         if world.is_main:
             print(f"| | {time.monotonic() - started:.0f} s | |", flush=True)
     if world.is_main:
@@ -110,15 +107,19 @@ def _check_all(config: CheckConfig) -> int:
     return int(failed > 0)
 
 
-def _worst(by_rank: Sequence[Sequence[Row]]) -> list[Row]:
-    """One row per check: that of the first rank where it failed, else that of rank 0."""
-    longest = max(by_rank, key=len)
-    found = []
-    for number in range(len(longest)):
-        rows = [(rank, part[number]) for rank, part in enumerate(by_rank) if number < len(part)]
-        rank, row = next(((rank, row) for rank, row in rows if row.passed is False), rows[0])
-        found.append(row if row.passed is not False else Row(row.check, f"rank {rank}: {row.seen}", False))
-    return found
+def _rows_of(check: Check, world: World, config: CheckConfig) -> Iterator[Row]:
+    try:
+        yield from check(world, config)
+    except UserError as error:
+        yield Row(check.__name__, str(error), None)
+    except Exception as error:  # the other checks are still worth having
+        yield Row(check.__name__, " ".join(f"{type(error).__name__}: {error}".split())[:300], False)
+
+
+def _worst(by_rank: Sequence[Row]) -> Row:
+    """That of the first rank where it failed, else that of rank 0."""
+    bad = [(rank, row) for rank, row in enumerate(by_rank) if row.passed is False]
+    return Row(bad[0][1].check, f"rank {bad[0][0]}: {bad[0][1].seen}", False) if bad else by_rank[0]
 
 
 def _gap(one: Tensor, other: Tensor) -> float:
@@ -176,7 +177,7 @@ class SmallRun:
         small = world.device.type == "cpu"  # slow at half precision
         base = {
             "data": {"batch": 16 * int(os.environ["WORLD_SIZE"]), "size": 8 if small else 32, "threads": 2},
-            "model": {"width": 4 if small else 16},
+            "model": {"width": 8 if small else 16},
             "method": {"name": "prototypical", "warmup_steps": 0, "cleaning_start": 0.5},
             "optim": {"lr": 0.02},
         }
@@ -437,7 +438,18 @@ def _finish(world: World) -> None:
         torch.cuda.synchronize()
 
 
-CHECKS = (machine, conversion, batch_norm, one_step, collectives, copies, precisions, variants, deterministic, speed)
+CHECKS: tuple[Check, ...] = (
+    machine,
+    conversion,
+    batch_norm,
+    one_step,
+    collectives,
+    copies,
+    precisions,
+    variants,
+    deterministic,
+    speed,
+)
 
 
 def start() -> None:
