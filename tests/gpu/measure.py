@@ -1,0 +1,212 @@
+"""Trains every method on the fake CUDA device and counts what a step, a survey batch and an evaluation batch cost there.
+
+    python tests/gpu/measure.py                 measure, and say what differs from budgets.json
+    python tests/gpu/measure.py --write         measure, and write budgets.json anew
+    python tests/gpu/measure.py --json FILE     measure, and write the counts, or the error of each method, to FILE
+
+Further words are names of methods; without them it measures all. The training is the real one: `build`'s method, the
+loader, the engine, the trainer, with the method's recipe from configs/ on a tiny network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import traceback
+import uuid
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import torch  # noqa: E402
+from fake_cuda import CUDA, Counts, FakeCuda, fake_ranks  # noqa: E402
+from rivals import SIZE, MemorySplit, Pictures  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from pipeline import config as settings  # noqa: E402
+from pipeline.checkpoints.checkpointer import Checkpointer  # noqa: E402
+from pipeline.config import Config  # noqa: E402
+from pipeline.data.batch import Batch, Pass  # noqa: E402
+from pipeline.data.loader import Loader  # noqa: E402
+from pipeline.distributed.world import World  # noqa: E402
+from pipeline.engines import make_engine  # noqa: E402
+from pipeline.methods.options import MethodOptions  # noqa: E402
+from pipeline.tracking.tracker import NullTracker  # noqa: E402
+from pipeline.training.build import _build_method  # noqa: E402
+from pipeline.training.trainer import Trainer, TrainingData  # noqa: E402
+
+BUDGETS = Path(__file__).parent / "budgets.json"
+METHODS = tuple(options.model_fields["name"].default for options in get_args(get_args(MethodOptions)[0]))
+CLASSES = 3
+
+
+@dataclass(frozen=True)
+class FakeWorld(World):
+    """One rank among others that do not exist. It counts as the main one: nobody would send what that one computes."""
+
+    device: torch.device = CUDA
+
+    @property
+    def is_main(self) -> bool:
+        return True
+
+
+# One rank as on one GPU, in half precision; then one of many, in full precision and with averaged weights.
+SETUPS: dict[str, tuple[FakeWorld, int, list[str]]] = {
+    "one rank, bf16": (FakeWorld(), 80, ["data.batch=16", "train.precision=bf16", "model.channels_last=true"]),
+    "rank 3 of 8, fp32, averaged weights": (FakeWorld(3, 8, 3), 160, ["data.batch=32", "model.ema=0.9"]),
+}
+# What decides the length of a pass in the recipes, made small.
+TINY: dict[str, list[str]] = {
+    "prototypical": ["method.warmup_steps=3"],
+    "rrl": ["method.warmup_steps=3", "method.neighbours=5"],
+    "mopro": ["method.queue=64"],
+}
+
+
+def tiny_config(method: str, *words: str) -> Config:
+    """The method's own recipe for CIFAR-10-LT, on 8x8 pictures."""
+    return settings.load(
+        [
+            "--config", str(ROOT / "configs/cifar10_lt.yaml"), f"method.name={method}", "train.epochs=3", f"data.size={SIZE}",
+            "data.padding=1", "data.mix_group=4", "data.threads=1", "model.width=4", "model.embedding=6", "optim.clip=5",
+            "train.log_every=1000", "checkpoint.background=false", "tracking.system_metrics=false",
+            *TINY.get(method, []), *words,
+        ]
+    )  # fmt: skip
+
+
+class MarkedLoader(Loader):
+    """Tells the device where a batch begins. A window holds the work on a batch and the loading of the next."""
+
+    kind = "survey"
+    place = ""  # stage and epoch
+
+    def batches(self, pass_: Pass, order_key: int, first_step: int = 0) -> Iterator[Batch]:
+        for batch in super().batches(pass_, order_key, first_step):
+            self._mark(f"step in {self.place}")
+            yield batch
+        self._mark("")
+
+    def survey(self, first_row: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        for item in super().survey(first_row):
+            self._mark(f"{self.kind} batch in {self.place}")
+            yield item
+        self._mark("")
+
+    def _mark(self, name: str) -> None:
+        if FakeCuda.now is not None:
+            FakeCuda.now.mark(name)
+
+
+def trainer_of(config: Config, world: World, samples: int) -> Trainer:
+    """A trainer in memory whose windows are named by stage and epoch. Everything but the files is the real thing."""
+    split: Any = MemorySplit(Pictures(samples, CLASSES), CLASSES)
+    method = _build_method(config, split, world)
+    loaders = [MarkedLoader(split, config.data, config.seed, world) for _ in range(2)]
+    loaders[1].kind = "evaluation"
+    data = TrainingData(split, {"test": split}, loaders[0], {"test": loaders[1]})
+    checkpoints = Checkpointer(f"memory://{uuid.uuid4().hex}", 2, world, background=False)
+    trainer = Trainer(config, world, method, make_engine(config, method, world), data, checkpoints, NullTracker())
+    names, set_epoch = [stage.name for stage in method.stages()], method.set_epoch
+
+    def named(stage: int, epoch: int) -> None:
+        for loader in loaders:
+            loader.place = f"{names[stage]}, epoch {epoch + 1}"
+        set_epoch(stage, epoch)
+
+    method.set_epoch = named  # type: ignore[method-assign]
+    return trainer
+
+
+def windows_of(method: str, setup: str) -> list[Counts]:
+    """A whole training: every stage, epoch, survey, evaluation, checkpoint; then embeddings, as the audit needs them."""
+    world, samples, words = SETUPS[setup]
+    config = tiny_config(method, *words)
+    with FakeCuda() as device, fake_ranks(world.rank, world.size) if world.size > 1 else nullcontext():
+        _train(config, world, samples)
+    return device.windows
+
+
+def _train(config: Config, world: World, samples: int) -> None:
+    trainer = trainer_of(config, world, samples)
+    trainer.run()
+    trainer.method.eval()
+    with torch.no_grad():
+        assert FakeCuda.now is not None
+        for _, images in trainer.loader.survey():
+            FakeCuda.now.mark("embeddings")
+            assert trainer.method.embeddings(images).device.type == "cuda"
+
+
+def budget(windows: list[Counts]) -> dict[str, dict[str, Any]]:
+    """By kind of batch: the largest count of its steady windows, which are neither the first nor the last of their loop."""
+    out: dict[str, dict[str, Any]] = {}
+    for before, window, after in zip(windows, windows[1:], windows[2:]):
+        if not before.name == window.name == after.name or not window.name or window.name == "embeddings":
+            continue
+        row = out.setdefault(window.name, {"operators": 0, "collectives": 0, "host_collectives": 0, "syncs": {}})
+        for key in ("operators", "collectives", "host_collectives"):
+            row[key] = max(row[key], getattr(window, key))
+        if window.syncs.total() > sum(row["syncs"].values()):
+            row["syncs"] = dict(sorted(window.syncs.items()))
+    return out
+
+
+def measure(methods: tuple[str, ...], setups: tuple[str, ...]) -> dict[str, Any]:
+    """method -> setup -> budget, or {"error": ...}."""
+    out: dict[str, Any] = {}
+    for method in methods:
+        for setup in setups:
+            try:
+                found: Any = budget(windows_of(method, setup))
+            except Exception:
+                found = {"error": traceback.format_exc()}
+            out.setdefault(method, {})[setup] = found
+    return out
+
+
+def differences(method: str, expected: Any, found: Any) -> list[str]:
+    """One line per number that is not as in the table."""
+    lines: list[str] = []
+    for setup in sorted({*expected, *found}):
+        old, new = expected.get(setup, {}), found.get(setup, {})
+        if "error" in new:
+            return [f"{method}, {setup}: {new['error']}"]
+        for batch in sorted({*old, *new}):
+            was, now = old.get(batch, {}), new.get(batch, {})
+            for key in sorted({*was, *now}):
+                if was.get(key) != now.get(key):
+                    lines.append(f"{method}, {setup}, {batch}: {key} was {was.get(key)}, is {now.get(key)}")
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("methods", nargs="*", default=METHODS, metavar="method")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--json", type=Path)
+    words = parser.parse_args()
+    logging.disable(logging.WARNING)
+    found = measure(tuple(words.methods), tuple(SETUPS))
+    if words.json:
+        words.json.write_text(json.dumps(found))
+        return 0
+    table = json.loads(BUDGETS.read_text()) if BUDGETS.exists() else {}
+    lines = [line for method in found for line in differences(method, table.get(method, {}), found[method])]
+    print("\n".join(lines) or "as in budgets.json")
+    if words.write and not any("error" in part for method in found.values() for part in method.values()):
+        BUDGETS.write_text(json.dumps(table | found, indent=1, sort_keys=True) + "\n")
+        return 0
+    return int(bool(lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
