@@ -29,6 +29,7 @@ import torch
 from record import write
 
 from pipeline.config import ModelConfig, TrackingConfig
+from pipeline.distributed.world import World
 from pipeline.models.network import Network
 from pipeline.tracking import tracker as tracking
 from pipeline.tracking.__main__ import replay
@@ -42,7 +43,7 @@ KEYS = [f"loss/part{k}" for k in range(12)]
 def make_step() -> Callable[[], float]:
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    network = Network(ModelConfig(width=16), classes=10)
+    network = Network(ModelConfig(width=16), 10, World())
     optimizer = torch.optim.SGD(network.parameters(), 0.01, momentum=0.9)
     images, labels = torch.randn(16, 3, 16, 16), torch.randint(0, 10, (16,))
 

@@ -42,7 +42,7 @@ class DataConfig(Settings):
     loader: NoEffect[Literal["tar", "ffcv"]] = Field("tar", description="which shards to read: webdataset tars or the FFCV file")
     threads: NoEffect[PositiveInt] = Field(2, description="decoding threads per rank")
     prefetch: NoEffect[PositiveInt] = Field(4, description="batches prepared ahead")
-    mix_group: PositiveInt = Field(8, description="mixup partners are drawn inside groups of this many neighbours of the shuffled order; groups never cross ranks")
+    mix_group: PositiveInt = Field(8, description="mixup partners are drawn inside groups of at most this many neighbours of the shuffled order; groups never cross ranks, so a small batch has smaller ones (an eighth of a micro-batch, at least 2)")
     shuffle_window: NonNegativeInt = Field(0, description="shuffle inside windows of this many shards, for data larger than the local cache; 0 = whole set")
     cache: CacheConfig = CacheConfig()
     max_bad: NoEffect[Fraction] = Field(0.01, description="share of pictures that may fail to decode in an epoch before the run stops")
@@ -58,7 +58,7 @@ class ModelConfig(Settings):
     checkpoint_activations: NoEffect[bool] = Field(False, description="recompute activations in the backward pass to save memory")
     channels_last: NoEffect[bool] = Field(False, description="memory layout that tensor cores prefer")
     compile: NoEffect[bool] = Field(False, description="torch.compile the backbone")
-    sync_batchnorm: bool = Field(True, description="share batch statistics over ranks (CUDA only; CPU ranks keep their own)")
+    sync_batchnorm: bool = Field(True, description="batch statistics of the whole global batch, on any number of ranks; false: each rank has its own")
 
 
 class OptimConfig(Settings):

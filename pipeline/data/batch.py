@@ -79,6 +79,13 @@ class Batch:
     last: bool = True  # whether the optimiser steps after this micro-batch
     second: Batch | None = field(default=None)  # a second stream, e.g. unlabelled beside labelled
     learner: int = 0  # which of the method's networks learns: that of the pass
+    total: int = 0  # rows of all ranks, without padding
+    all_valid: bool = False  # known without asking the device: every row of this rank has valid = 1
+
+    @property
+    def mask(self) -> Tensor | None:
+        """For a network in training: rows that count in batch statistics. None: all."""
+        return None if self.all_valid else self.valid
 
     @property
     def step(self) -> int:

@@ -268,6 +268,8 @@ class Loader:
             share=micro.share,
             last=micro.last,
             learner=learner,
+            total=rows.total,
+            all_valid=bool(rows.valid.all()),
         )
 
     def _to_input(self, name: str, pixels: Tensor, todo: augment.AugMixDraws | None) -> Tensor:

@@ -9,8 +9,10 @@ import numpy as np
 
 from pipeline.data import sampling
 from pipeline.data.batch import Pass
+from shards.base.errors import UserError
 
-MIN_ROWS = 2  # batch norm needs two
+MIN_ROWS = 2  # of a rank, padding included: batch norm with statistics of its own needs two
+MIN_GROUPS = 8  # of a micro-batch, as long as a group has two rows: as many ranks can share it
 MAIN, SECOND = 0, 1  # streams of a pass
 
 
@@ -24,6 +26,7 @@ class RankBatch:
     valid: np.ndarray  # (B,) float32, 0 for padding
     groups: np.ndarray  # (B,) int64 mixing groups, numbered through the global batch
     held: tuple[int, ...]  # rows of each rank, padding included
+    total: int  # rows of all ranks, without padding
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,29 @@ class MicroBatch:
     parts: tuple[RankBatch, ...]
 
 
+def group_size(rows: int, mix_group: int) -> int:
+    """Rows of a mixing group in micro-batches of `rows` rows. It does not depend on the number of ranks."""
+    return max(1, min(mix_group, max(2, rows // MIN_GROUPS), rows))
+
+
+def check_ranks(batch: int, accumulate: int, mix_group: int, world: int) -> None:
+    """Refuse a batch that leaves ranks without pictures in every step."""
+    group = group_size(batch // accumulate, mix_group)
+    fewest = -(-batch // group) // accumulate  # groups of the smallest micro-batch
+    if fewest < world:
+        raise UserError(
+            f"A batch of {batch} pictures in {accumulate} micro-batch{'es' * (accumulate > 1)} gives {fewest} groups of {group}, "
+            f"too few for {world} ranks: a mixing group stays on one rank. Raise data.batch, lower optim.accumulate "
+            f"or data.mix_group, or use at most {max(1, fewest)} ranks."
+        )
+
+
 class SampleStream:
     """An order of samples and how it is cut into batches. The second stream repeats as often as needed."""
 
     def __init__(self, number: int, order: np.ndarray, batch: int, accumulate: int, mix_group: int) -> None:
         self.number, self.order, self.batch = number, np.asarray(order, np.int64), batch
-        self.group = min(mix_group, max(1, batch // accumulate))  # a micro-batch holds at least one group
+        self.group = group_size(batch // accumulate, mix_group)
         self.seen = sampling.occurrence(self.order)
         self.turn = int(self.seen.max(initial=0)) + 1  # `seen` grows by this when the order repeats
 
@@ -74,6 +94,7 @@ class SampleStream:
             valid=(np.arange(len(place)) < real).astype(np.float32),
             groups=groups,
             held=tuple(max(MIN_ROWS, s.stop - s.start) for s in slices),
+            total=n,
         )
 
 
@@ -85,6 +106,8 @@ def micro_batches(
     streams = [SampleStream(MAIN, pass_.order, batch, accumulate, mix_group)]
     if pass_.second is not None and len(pass_.second):
         streams.append(SampleStream(SECOND, pass_.second, pass_.second_batch or batch, accumulate, mix_group))
+    for stream in streams:
+        check_ranks(stream.batch, accumulate, mix_group, world)
     for step in range(first_step, sampling.steps(len(pass_.order), batch)):
         whole = [stream.positions(step) for stream in streams]
         # All streams are cut into the same number of micro-batches, none of them empty.
@@ -101,4 +124,6 @@ def survey_batches(rows: slice, batch: int) -> Iterator[MicroBatch]:
     for start in range(rows.start, rows.stop, batch):
         index = np.arange(start, min(start + batch, rows.stop))
         blank = np.zeros(len(index), np.int64)
-        yield MicroBatch(0, 1.0, True, (RankBatch(MAIN, index, blank, np.ones(len(index), np.float32), blank, ()),))
+        yield MicroBatch(
+            0, 1.0, True, (RankBatch(MAIN, index, blank, np.ones(len(index), np.float32), blank, (), len(index)),)
+        )

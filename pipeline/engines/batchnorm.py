@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from pipeline.data.batch import Batch
 from pipeline.distributed.world import World
 from pipeline.methods.base import Method
+from pipeline.models.batchnorm import BatchNorm
 
 
 class BatchNormStats:
@@ -15,24 +17,28 @@ class BatchNormStats:
     def __init__(self, method: Method, world: World) -> None:
         layers = [m for m in method.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         self.tensors = [s for m in layers for s in (m.running_mean, m.running_var) if s is not None]
-        self.reduces = world.size > 1 and not all(isinstance(m, nn.SyncBatchNorm) for m in layers)
+        self.reduces = world.size > 1 and not all(isinstance(m, BatchNorm) and m.rows.world is not None for m in layers)
         self.world = world
         self.saved: Tensor | None = None
+        self.rows = torch.zeros((), device=world.device)  # of this rank that count, in the current step
 
-    def snapshot(self) -> None:
+    def snapshot(self, batch: Batch) -> None:
         """Called before every micro-batch; the first call after a step counts."""
         if self.tensors and self.saved is None:
             self.saved = torch.cat([t.flatten() for t in self.tensors])
+            self.rows.zero_()
+        if self.reduces:
+            self.rows += batch.valid.sum()
 
     @torch.no_grad()
     def commit(self, stepped: Tensor | bool) -> None:
-        """Average over ranks, or restore the snapshot if the optimiser did not step."""
+        """Average over the rows of all ranks, or restore the snapshot if the optimiser did not step."""
         if self.saved is None:
             return
         flat = torch.cat([t.flatten() for t in self.tensors])
         if self.reduces:  # ranks saw only their own rows
-            flat = self.world.all_reduce_sum(flat) / self.world.size
+            sums = self.world.all_reduce_sum(torch.cat([flat * self.rows, self.rows[None]]))
+            flat = torch.where(sums[-1] > 0, sums[:-1] / sums[-1].clamp_min(1), flat)
         flat = torch.where(torch.as_tensor(stepped, device=flat.device), flat, self.saved)
-        for tensor, part in zip(self.tensors, flat.split([t.numel() for t in self.tensors])):
-            tensor.copy_(part.view_as(tensor))
+        torch._foreach_copy_(self.tensors, list(flat.split([t.numel() for t in self.tensors])))
         self.saved = None

@@ -74,7 +74,7 @@ class TorchEngine:
 
     def step(self, batch: Batch, lr: float) -> dict[str, Tensor]:
         """Forward and backward of one micro-batch; the optimiser steps after the last of a global batch."""
-        self.batchnorm_stats.snapshot()
+        self.batchnorm_stats.snapshot(batch)
         with self._sync(batch.last):
             with self.autocast:
                 losses = self.wrapped(batch)

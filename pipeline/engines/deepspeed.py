@@ -89,7 +89,7 @@ class DeepSpeedEngine:
     def step(self, batch: Batch, lr: float) -> dict[str, Tensor]:
         if self.inner is None:
             self._open()
-        self.batchnorm_stats.snapshot()
+        self.batchnorm_stats.snapshot(batch)
         self.inner.set_gradient_accumulation_boundary(batch.last)
         if self.stage > 0:
             self.inner.optimizer.override_loss_scale(self.scale.value)

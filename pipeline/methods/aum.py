@@ -68,7 +68,7 @@ class AUM(OneNetwork[AUMOptions]):
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__(config, data, world)
-        self.runs = nn.ModuleList(Network(config.model, data.classes + 1) for _ in range(RUNS))
+        self.runs = nn.ModuleList(Network(config.model, data.classes + 1, world) for _ in range(RUNS))
         self.register_buffer("sums", torch.zeros(len(data), RUNS))
         self.register_buffer("seen", torch.zeros(len(data), RUNS))
         self.register_buffer("fake", fake_sets(data))
@@ -119,7 +119,7 @@ class AUM(OneNetwork[AUMOptions]):
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         if self.stage == RETRAINING:
-            _, logits = self.network(batch.views["weak"])
+            _, logits = self.network(batch.views["weak"], batch.mask)
             return {"loss": cross_entropy(logits, batch.label, batch.valid, self.world)}
         _, logits = self.runs[self.stage](batch.views["weak"])
         label = torch.where(self.fake[batch.index, self.stage], self.data.classes, batch.label)

@@ -129,7 +129,7 @@ class OneNetwork(Method[Options]):
         self, config: Config, data: TrainingSet, world: World, embed: bool = False, cosine: bool = False
     ) -> None:
         super().__init__(config, data, world)
-        self.network = Network(config.model, data.classes, embed, cosine)
+        self.network = Network(config.model, data.classes, world, embed, cosine)
         self.average = Average(self.network, config.model.ema) if config.model.ema else None
 
     @property

@@ -71,7 +71,7 @@ class CoTeaching(TwoNetworks[CoTeachingOptions]):
     # -- training ---------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        losses = [sample_losses(self.network(n)(batch.views["weak"])[1], batch.label) for n in range(2)]
+        losses = [sample_losses(self.network(n)(batch.views["weak"], batch.mask)[1], batch.label) for n in range(2)]
         easy = [self._has_small_loss(loss, batch) for loss in losses]
         update_by_index(self.kept, batch, easy[0] + easy[1], self.world)
         update_by_index(self.score, batch, (torch.exp(-losses[0]) + torch.exp(-losses[1])) / 2, self.world)

@@ -12,6 +12,6 @@ from pipeline.methods.parts.losses import cross_entropy
 
 class CrossEntropy(OneNetwork[CrossEntropyOptions]):
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        _, logits = self.network(batch.views["weak"])
+        _, logits = self.network(batch.views["weak"], batch.mask)
         loss = cross_entropy(logits, batch.label, batch.valid, self.world)
         return {"loss": loss, "ce": loss}

@@ -65,7 +65,7 @@ class CRT(OneNetwork[CRTOptions]):
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         if self.stage == REPRESENTATION:
-            _, logits = self.network(batch.views["weak"])
+            _, logits = self.network(batch.views["weak"], batch.mask)
         else:
             with torch.no_grad():
                 features, _ = self.eval_network(batch.views["weak"])

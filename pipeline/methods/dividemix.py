@@ -157,11 +157,12 @@ class DivideMix(TwoNetworks[DivideMixOptions]):
         rows = 2 * len(batch.index)  # the labelled ones come first
         if not self.options.unlabelled:
             images, target, valid = images[:rows], target[:rows], valid[:rows]
-        features, logits = self.network(n)(images)
+        mask = None if all(stream.mask is None for stream in streams) else valid
+        features, logits = self.network(n)(images, mask)
         return self.mixed_losses(n, batch, features, logits, target, valid)
 
     def warmup_losses(self, n: int, batch: Batch) -> dict[str, Tensor]:
-        _, logits = self.network(n)(batch.views["weak"])
+        _, logits = self.network(n)(batch.views["weak"], batch.mask)
         loss = cross_entropy(logits, batch.label, batch.valid, self.world)
         return {"loss": loss, "ce": loss}
 
@@ -209,7 +210,7 @@ class DivideMix(TwoNetworks[DivideMixOptions]):
 def mean_prediction(networks: Sequence[Network], batch: Batch) -> Tensor:
     """(B,K) mean softmax over the networks and both weak views."""
     views = torch.cat([batch.views["weak"], batch.views["weak2"]])
-    probability = torch.stack([network(views)[1].float().softmax(1) for network in networks]).mean(0)
+    probability = torch.stack([network(views, batch.mask)[1].float().softmax(1) for network in networks]).mean(0)
     first, second = probability.chunk(2)
     return (first + second) / 2
 

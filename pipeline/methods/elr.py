@@ -56,7 +56,7 @@ class ELR(OneNetwork[ELROptions]):
         self.register_buffer("memory", torch.zeros(len(data), data.classes))
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        _, logits = self.network(batch.views["weak"])
+        _, logits = self.network(batch.views["weak"], batch.mask)
         predicted = prediction(logits)
         fresh = predicted.detach()
         update_by_index(self.memory, batch, fresh / fresh.sum(1, keepdim=True), self.world, keep=self.options.beta)
@@ -102,13 +102,13 @@ class ELRPlus(TwoNetworks[ELRPlusOptions]):
         """Cross-entropy and regulariser of network n."""
         images = batch.views["weak"]
         with torch.no_grad():
-            fresh = prediction(self.teacher(1 - n)(images)[1], 0.0)
+            fresh = prediction(self.teacher(1 - n)(images, batch.mask)[1], 0.0)
         update_by_index(self.memory[:, n], batch, fresh, self.world, keep=self.options.beta)
         lam = mixup.mixup_lambda(batch, self.options.mixup, MIXUP_LAMBDA + n, fold=True)
         partner = mixup.mixup_partners(batch, 1, MIXUP_PARTNERS + n)
         target = mixup.mix(F.one_hot(batch.label, self.data.classes).float(), partner, lam)
         memory = mixup.mix(self.memory[batch.index, n], partner, lam)
-        _, logits = self.network(n)(mixup.mix(images, partner, lam))
+        _, logits = self.network(n)(mixup.mix(images, partner, lam), batch.mask)
         if self.options.remembered_targets:
             target = target * memory
             target = target / target.sum(1, keepdim=True).clamp_min(1e-12)

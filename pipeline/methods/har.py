@@ -26,6 +26,7 @@ from pipeline.methods.ldam import class_weights
 from pipeline.methods.options import HAROptions
 from pipeline.methods.parts.losses import cross_entropy, sample_losses
 from pipeline.methods.parts.survey import Survey
+from pipeline.models.batchnorm import BatchNorm
 from pipeline.models.network import Network
 from shards.base.errors import UserError
 
@@ -56,8 +57,8 @@ class HAR(OneNetwork[HAROptions]):
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__(config, data, world)
-        _check_double_backward(config, world)
-        self.probe = Network(config.model, data.classes)
+        _check_double_backward(config)
+        self.probe = Network(config.model, data.classes, world)
         self.held_out = held_out_half(data)
         self.register_buffer("strengths", torch.zeros(data.classes))
         self.register_buffer("weights", class_weights(data.counts, self.options.beta))
@@ -118,12 +119,12 @@ class HAR(OneNetwork[HAROptions]):
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         if self.stage == PROBE:
-            loss = cross_entropy(self.probe(batch.views["weak"])[1], batch.label, batch.valid, self.world)
+            loss = cross_entropy(self.probe(batch.views["weak"], batch.mask)[1], batch.label, batch.valid, self.world)
             return {"loss": loss, "ce": loss}
         late = self.epoch >= round(self.options.reweight_start * self.config.train.epochs)
         weight = batch.valid * self.weights[batch.label] if late else batch.valid  # type: ignore[index]
         with self._record_outputs() as outputs:
-            _, logits = self.network(batch.views["weak"])
+            _, logits = self.network(batch.views["weak"], batch.mask)
         loss_B = sample_losses(logits, batch.label)
         ce = self.world.global_mean(loss_B, weight)
         har = self._regulariser(loss_B, weight, outputs, batch)
@@ -145,9 +146,9 @@ class HAR(OneNetwork[HAROptions]):
             total = self.world.all_reduce_sum(weight_B.sum()).clamp_min(1e-8)
             return self.world.global_mean(self.strengths[batch.label] * norms_B, batch.valid) / total * batch.share
 
-    def _norms(self) -> list[nn.BatchNorm2d | nn.GroupNorm]:
+    def _norms(self) -> list[BatchNorm | nn.GroupNorm]:
         """The normalisations of the residual blocks: all but the stem's."""
-        return [m for m in self.network.backbone.modules() if isinstance(m, nn.BatchNorm2d | nn.GroupNorm)][1:]
+        return [m for m in self.network.backbone.modules() if isinstance(m, BatchNorm | nn.GroupNorm)][1:]
 
     @contextmanager
     def _record_outputs(self) -> Iterator[list[Tensor]]:
@@ -170,15 +171,11 @@ class HAR(OneNetwork[HAROptions]):
                 handle.remove()
 
 
-def _check_double_backward(config: Config, world: World) -> None:
+def _check_double_backward(config: Config) -> None:
     model = config.model
     problems = {
         "model.compile=false": model.compile,
         "model.checkpoint_activations=false": model.checkpoint_activations,
-        "model.sync_batchnorm=false (or model.norm=group)": model.sync_batchnorm
-        and world.size > 1
-        and world.device.type == "cuda"
-        and (model.backbone != "preact_resnet18" or model.norm == "batch"),
     }
     fixes = [fix for fix, wrong in problems.items() if wrong]
     if fixes:

@@ -52,7 +52,7 @@ class LDAM(OneNetwork[LDAMOptions]):
         self.register_buffer("weights", torch.ones(data.classes))
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        _, cosine = self.network(batch.views["weak"])
+        _, cosine = self.network(batch.views["weak"], batch.mask)
         logits = margin_logits(cosine, batch.label, self.margins, self.options.scale)
         loss = cross_entropy(logits, batch.label, batch.valid * self.weights[batch.label], self.world)
         return {"loss": loss}

@@ -71,7 +71,7 @@ class MentorNet(OneNetwork[MentorNetOptions]):
 
     def _losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """(B,) of this rank with gradient; (G,) of all ranks, and which of them are valid."""
-        _, logits = self.network(batch.views["weak"])
+        _, logits = self.network(batch.views["weak"], batch.mask)
         loss = sample_losses(logits, batch.label)
         return (
             loss,

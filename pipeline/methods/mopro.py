@@ -136,11 +136,11 @@ class MoPro(PrototypeMethod[MoProOptions]):
                 features = self.eval_network.backbone(batch.views["weak"])
             label = self.label[batch.index].long()
             return {"loss": cross_entropy(self.network.head(features), label, batch.valid, self.world)}
-        features, logits = self.network(batch.views["weak"])
+        features, logits = self.network(batch.views["weak"], batch.mask)
         z = self.network.embed(features)
         with torch.no_grad():
             averaged = self.key_average.network
-            key = averaged.embed(averaged(batch.views["strong"])[0])
+            key = averaged.embed(averaged(batch.views["strong"], batch.mask)[0])
         prototype_scores = prototype_logits(z, self.prototypes, self.options.temperature)
         label, kept, used, score = self._correct(logits.detach(), prototype_scores.detach(), batch.label)
         if not self.cleaning_now:

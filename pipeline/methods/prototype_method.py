@@ -53,7 +53,7 @@ class PrototypeMethod(OneNetwork[Options]):
             lam = mixup_lambda(batch, mixup, MIXUP_LAMBDA)
             partner = mixup_partners(replace(batch, valid=weight), len(views), MIXUP_PARTNERS)
             images, target, weights = (mix(v, partner, lam) for v in (images, target, weights))
-        z = self.network.embed(self.network(images)[0])
+        z = self.network.embed(self.network(images, batch.mask)[0])
         return soft_cross_entropy(prototype_logits(z, self.prototypes, temperature), target, weights, self.world)
 
 

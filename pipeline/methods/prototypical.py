@@ -161,7 +161,7 @@ class Prototypical(PrototypeMethod[PrototypicalOptions]):
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Three passes through the network, each with its own batch statistics: weak, strong, mixed."""
         weak = batch.views["weak"]
-        features, logits = self.network(weak)
+        features, logits = self.network(weak, batch.mask)
         if self.stage == WARMUP:
             loss = cross_entropy(logits, batch.label, batch.valid, self.world)
             return {"loss": loss, "ce": loss}
@@ -175,7 +175,8 @@ class Prototypical(PrototypeMethod[PrototypicalOptions]):
                 logits, label if weighted else batch.label, weight if weighted else batch.valid, self.world
             )
         if self.options.contrastive:
-            z, z_strong = self.network.embed(features), self.network.embed(self.network(batch.views["strong"])[0])
+            strong, _ = self.network(batch.views["strong"], batch.mask)
+            z, z_strong = self.network.embed(features), self.network.embed(strong)
             parts["cc"] = instance_contrastive(
                 z, z_strong, batch.valid, self.options.temperature, self.world, batch.rows
             )

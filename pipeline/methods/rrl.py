@@ -133,11 +133,12 @@ class RRL(PrototypeMethod[RRLOptions]):
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Before cleaning `hard` and `used` are those of the given labels."""
         label, weight = self.hard[batch.index].long(), batch.valid * self.used[batch.index]
-        features, logits = self.network(batch.views["weak"])
+        features, logits = self.network(batch.views["weak"], batch.mask)
         parts = {"ce": cross_entropy(logits, label, weight, self.world)}
         z, parts["rec"] = self._embed_and_reconstruct(features, batch)
         if self.stage == MAIN:
-            z_strong, error = self._embed_and_reconstruct(self.network(batch.views["strong"])[0], batch)
+            strong, _ = self.network(batch.views["strong"], batch.mask)
+            z_strong, error = self._embed_and_reconstruct(strong, batch)
             parts["rec"] = parts["rec"] + error
             parts["cc"] = instance_contrastive(
                 z, z_strong, batch.valid, self.options.temperature, self.world, batch.rows

@@ -95,7 +95,7 @@ class SFA(RoLT):
             self.balanced_average.update(self.balanced)
 
     def warmup_losses(self, n: int, batch: Batch) -> dict[str, Tensor]:
-        features, logits = self.network(n)(batch.views["weak"])
+        features, logits = self.network(n)(batch.views["weak"], batch.mask)
         parts = {"ce": cross_entropy(logits, batch.label, batch.valid, self.world)}
         logits = balanced_softmax_logits(self.balanced[n](features), self.counts[n])
         parts["balanced"] = cross_entropy(logits, batch.label, batch.valid, self.world)

@@ -23,7 +23,7 @@ class TwoNetworks(Method[Options]):
 
     def __init__(self, config: Config, data: TrainingSet, world: World, embed: bool = False) -> None:
         super().__init__(config, data, world)
-        self.networks = nn.ModuleList(Network(config.model, data.classes, embed) for _ in range(2))
+        self.networks = nn.ModuleList(Network(config.model, data.classes, world, embed) for _ in range(2))
         decay = self.average_decay
         self.average = nn.ModuleList(Average(network, decay) for network in self.networks) if decay else None
 

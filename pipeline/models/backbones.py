@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from torch import nn
 
 from pipeline.config import ModelConfig
+from pipeline.models.batchnorm import CountedRows
 from pipeline.models.preact_resnet import PreActResNet18
 from shards.base.errors import UserError
 
@@ -24,8 +24,6 @@ def build_backbone(config: ModelConfig) -> tuple[nn.Module, int]:
         backbone, features = _timm(config.backbone)
     if config.pretrained:
         _load_weights(backbone, config.pretrained)
-    if config.checkpoint_activations:
-        _checkpoint_activations(backbone, config.backbone)
     return backbone, features
 
 
@@ -65,7 +63,7 @@ def _load_weights(backbone: nn.Module, path: str) -> None:
     del unexpected  # a head beside the backbone is normal in published weights
 
 
-def _checkpoint_activations(backbone: nn.Module, name: str) -> None:
+def checkpoint_activations(backbone: nn.Module, name: str, rows: CountedRows) -> None:
     """Recompute the inside of the repeated blocks in the backward pass."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
         CheckpointImpl,
@@ -73,33 +71,29 @@ def _checkpoint_activations(backbone: nn.Module, name: str) -> None:
         checkpoint_wrapper,
     )
 
-    repeated = {"PreActBlock", "Block35", "Block17", "Block8"}
+    blocks = set(_repeated_blocks(backbone))
+    if not blocks:
+        raise UserError(
+            f"model.checkpoint_activations: {name} has no sequence of blocks. Switch it off, or use gradient accumulation (optim.accumulate)."
+        )
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Called in the forward pass: a context for it, and one for its recomputation, where the same rows count."""
+        return nullcontext(), rows.use(rows.mask, recomputing=True)
 
     def wrap(module: nn.Module) -> nn.Module:
-        norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-        contexts = lambda: (nullcontext(), _frozen_running_stats(norms))  # noqa: E731, forward and recomputation
         return checkpoint_wrapper(module, checkpoint_impl=CheckpointImpl.NO_REENTRANT, context_fn=contexts)
 
-    if not any(type(m).__name__ in repeated for m in backbone.modules()):
-        if hasattr(backbone, "set_grad_checkpointing"):
-            backbone.set_grad_checkpointing(True)  # type: ignore[operator]
-            return
-        raise UserError(
-            f"model.checkpoint_activations: {name} has no blocks known to be repeated. Switch it off, or use gradient accumulation (optim.accumulate)."
-        )
-    apply_activation_checkpointing(
-        backbone, checkpoint_wrapper_fn=wrap, check_fn=lambda m: type(m).__name__ in repeated
-    )
+    apply_activation_checkpointing(backbone, checkpoint_wrapper_fn=wrap, check_fn=lambda m: m in blocks)
 
 
-@contextmanager
-def _frozen_running_stats(norms: list[nn.modules.batchnorm._BatchNorm]) -> Iterator[None]:
-    """The recomputed forward pass of a batch must not update running statistics a second time."""
-    momenta = [norm.momentum for norm in norms]
-    try:
-        for norm in norms:
-            norm.momentum = 0.0
-        yield
-    finally:
-        for norm, momentum in zip(norms, momenta):
-            norm.momentum = momentum
+def _repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    """The outermost elements of sequences that hold several layers with weights."""
+    sequence, blocks = (nn.Sequential, nn.ModuleList), []
+    for child in module.children():
+        layers = sum(p.ndim > 1 for p in child.parameters())
+        if isinstance(module, sequence) and not isinstance(child, sequence) and layers > 1:
+            blocks.append(child)
+        else:
+            blocks += _repeated_blocks(child)
+    return blocks

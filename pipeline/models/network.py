@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.config import ModelConfig
-from pipeline.models.backbones import build_backbone
+from pipeline.distributed.world import World
+from pipeline.models.backbones import build_backbone, checkpoint_activations
+from pipeline.models.batchnorm import CountedRows, convert_batchnorm
 from pipeline.models.precision import full_precision
 
 M = TypeVar("M", bound=nn.Module)
@@ -35,9 +37,15 @@ class CosineHead(nn.Module):
 
 
 class Network(nn.Module):
-    def __init__(self, config: ModelConfig, classes: int, embed: bool = False, cosine_head: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, classes: int, world: World, embed: bool = False, cosine_head: bool = False
+    ) -> None:
         super().__init__()
-        self.backbone, self.features = build_backbone(config)
+        backbone, self.features = build_backbone(config)
+        self.rows = CountedRows(world if config.sync_batchnorm else None)
+        self.backbone = convert_batchnorm(backbone, self.rows)
+        if config.checkpoint_activations:
+            checkpoint_activations(self.backbone, config.backbone, self.rows)
         self.head: nn.Module = CosineHead(self.features, classes) if cosine_head else nn.Linear(self.features, classes)
         self.projector = nn.Linear(self.features, config.embedding) if embed else None
         if config.channels_last:
@@ -45,9 +53,16 @@ class Network(nn.Module):
         if config.compile:
             self.backbone.compile()  # in place: state_dict names do not change
 
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """(features, logits)"""
-        features = self.backbone(images)
+    def forward(self, images: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(features, logits)
+
+        mask: (B,) 0 for rows that must not count in batch statistics, None if all count. `images` may be several views of
+        the B rows, one after the other.
+        """
+        if mask is not None:
+            mask = mask.repeat(len(images) // len(mask))
+        with self.rows.use(mask):
+            features = self.backbone(images)
         return features, self.head(features)
 
     def embed(self, features: Tensor) -> Tensor:

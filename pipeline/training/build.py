@@ -14,6 +14,7 @@ from pipeline.checkpoints.position import Position
 from pipeline.config import Config
 from pipeline.data.batch import Batch, TrainingSet
 from pipeline.data.loader import open_loader
+from pipeline.data.partition import check_ranks
 from pipeline.distributed.world import World
 from pipeline.engines import make_engine
 from pipeline.methods.base import Method, load_method
@@ -81,6 +82,7 @@ def _build_shards(config: Config, world: World) -> str:
 
 
 def _open_data(config: Config, url: str, world: World) -> TrainingData:
+    check_ranks(config.data.batch, config.optim.accumulate, config.data.mix_group, world.size)
     train = open_split(url, "train", config.data.cache)
     tests = {name: open_split(url, name, config.data.cache) for name in train.manifest.splits if name != "train"}
     loader = open_loader(train, config.data, config.seed, world, config.optim.accumulate)
@@ -98,10 +100,7 @@ def _build_method(config: Config, train: Split, world: World) -> Method:
         config.data.shuffle_window,
     )
     torch.manual_seed(config.seed)
-    method = load_method(config.method.name)(config, data, world)
-    if world.size > 1 and world.device.type == "cuda" and config.model.sync_batchnorm:
-        method = torch.nn.SyncBatchNorm.convert_sync_batchnorm(method)
-    return method.to(world.device)
+    return load_method(config.method.name)(config, data, world).to(world.device)
 
 
 def _build_tracker(config: Config, world: World, folder: Path, train: Split, resume: Loaded | None) -> NullTracker:

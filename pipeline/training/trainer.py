@@ -276,7 +276,7 @@ class Trainer:
 
     def _accumulate_losses(self, losses: dict[str, Tensor], batch: Batch) -> None:
         """Sum losses on the device. The host reads them when the epoch ends."""
-        self.images += sum(batch.rows)
+        self.images += batch.total + (batch.second.total if batch.second else 0)
         share = torch.tensor(batch.share, dtype=torch.float64)
         for name, value in {**losses, STEPS: torch.ones_like(losses["loss"])}.items():
             total = self.loss_sums.get(name)

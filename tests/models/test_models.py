@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from pipeline.config import ModelConfig
+from pipeline.distributed.world import World
 from pipeline.models.backbones import build_backbone
 from pipeline.models.network import Average, Network, unit
 from pipeline.models.preact_resnet import PreActBlock, PreActResNet18
@@ -42,7 +43,7 @@ def test_group_norm_rows_do_not_see_each_other() -> None:
 
 
 def test_embeddings_are_unit_length_and_zero_stays_zero() -> None:
-    network = Network(ModelConfig(width=8), 10, embed=True)
+    network = Network(ModelConfig(width=8), 10, World(), embed=True)
     features, logits = network(torch.randn(4, 3, 16, 16))
     assert logits.shape == (4, 10)
     assert torch.allclose(network.embed(features).norm(dim=1), torch.ones(4), atol=1e-6)
@@ -53,9 +54,9 @@ def test_embeddings_are_unit_length_and_zero_stays_zero() -> None:
 
 def test_activation_checkpointing_changes_memory_not_mathematics() -> None:
     torch.manual_seed(0)
-    plain = Network(ModelConfig(width=8, norm="group"), 10)
+    plain = Network(ModelConfig(width=8, norm="group"), 10, World())
     torch.manual_seed(0)
-    saving = Network(ModelConfig(width=8, norm="group", checkpoint_activations=True), 10)
+    saving = Network(ModelConfig(width=8, norm="group", checkpoint_activations=True), 10, World())
     x = torch.randn(2, 3, 16, 16)
     for network in (plain, saving):
         network(x)[1].sum().backward()
@@ -64,7 +65,7 @@ def test_activation_checkpointing_changes_memory_not_mathematics() -> None:
 
 
 def test_the_average_follows_the_weights_and_never_learns() -> None:
-    network = Network(ModelConfig(width=8), 10)
+    network = Network(ModelConfig(width=8), 10, World())
     average = Average(network, 0.9)
     before = average.network.head.bias.clone()
     with torch.no_grad():
