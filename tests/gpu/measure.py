@@ -89,6 +89,11 @@ def tiny_config(method: str, *words: str) -> Config:
     )  # fmt: skip
 
 
+def stage_names(method: str) -> list[str]:
+    split: Any = MemorySplit(Pictures(CLASSES, CLASSES), CLASSES)
+    return [stage.name for stage in _build_method(tiny_config(method, "data.batch=16"), split, World()).stages()]
+
+
 class Shallow(PreActResNet18):
     """The stem and one block: what a method adds should show beside what its network costs."""
 
