@@ -27,6 +27,7 @@ CONFIGS = Path(__file__).parent / "configs"  # a link to configs/ in the source 
 
 class DataConfig(Settings):
     batch: PositiveInt = Field(64, description="global batch: pictures per step over all ranks together")
+    eval_batch: NoEffect[NonNegativeInt] = Field(0, description="pictures per rank at a time in surveys, evaluation, audit and prediction; 0 = a rank's part of data.batch, at least 64")
     size: PositiveInt = Field(16, description="side of the square picture the network sees")
     crop: Literal["pad", "resized"] = Field("pad", description="weak view: shifted crop of a padded picture (CIFAR) or random resized crop (web photographs)")
     padding: NonNegativeInt = Field(2, description="pixels of padding for crop=pad")
@@ -46,6 +47,14 @@ class DataConfig(Settings):
     shuffle_window: NonNegativeInt = Field(0, description="shuffle inside windows of this many shards, for data larger than the local cache; 0 = whole set")
     cache: CacheConfig = CacheConfig()
     max_bad: NoEffect[Fraction] = Field(0.01, description="share of pictures that may fail to decode in an epoch before the run stops")
+
+    def eval_rows(self, ranks: int) -> int:
+        """Pictures per rank at a time where no gradient is taken.
+
+        A training batch divided among many ranks leaves a few on each, too few to keep a GPU busy. More fit than in
+        training, because activations are not kept for a backward pass.
+        """
+        return self.eval_batch or max(64, self.batch // ranks)
 
 
 class ModelConfig(Settings):

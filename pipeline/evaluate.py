@@ -52,8 +52,8 @@ def evaluate_split(opened: OpenedRun, split: Split, world: World) -> Evaluation:
     from pipeline.distributed.step_sync import StepSync
     from pipeline.evaluation.accuracy import evaluate
 
-    model = opened.model
-    loader = open_loader(split, model.config.data, model.config.seed, world)
+    model, config = opened.model, opened.model.config
+    loader = open_loader(split, config.data, config.seed, world, 1, config.model.channels_last)
     labels = split.true if (split.true >= 0).any() else split.given
     counts = model.clean_counts  # a class is many, medium or few by what the model was trained on
     errors: list[UserError] = []

@@ -21,6 +21,11 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """[function(world, *args) of rank 0, 1, ...]; one rank runs right here."""
     if size == 1:
         return [function(World(), *args)]
+    return on_started_ranks(size, function, *args)
+
+
+def on_started_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """The same, where one rank gets a process and a process group, too."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, (size, folder, function, args), nprocs=size, start_method="fork")
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(size)]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from shards.base.errors import UserError
 from shards.base.storage import Store, store_at
 
 log = logging.getLogger(__name__)
-BROADCAST_BYTES = 256 << 20
+BROADCAST_BYTES = 64 << 20
 
 
 class SaveError(RuntimeError):
@@ -152,23 +153,25 @@ class Checkpointer:
 
     # -- loading -----------------------------------------------------------------------------------
 
-    def load(self, name: str | None = None) -> Loaded | None:
+    def load(self, name: str | None = None, rows: Mapping[str, slice] | None = None) -> Loaded | None:
         """The newest checkpoint that verifies (or the one named), the same on all ranks; None if none is
         there.
+
+        `rows`: of the tensors with these paths, such as `method/memory`, a rank other than rank 0 needs only these rows.
 
         UserError if there are checkpoints and none of them can be used: a silent new start would
         hide it.
         """
-        return self._load([name] if name else None)
+        return self._load([name] if name else None, rows or {})
 
     def best(self) -> Loaded | None:
         """The newest checkpoint that was saved as the best one."""
         self._warn(self._finish_write())
         names = _best(self.store, file_format.listed(self.store)) if self.world.is_main else []
         names = self.world.broadcast_object(names)
-        return self._load(names) if names else None
+        return self._load(names, {}) if names else None
 
-    def _load(self, names: list[str] | None) -> Loaded | None:
+    def _load(self, names: list[str] | None, rows: Mapping[str, slice]) -> Loaded | None:
         found: Snapshot | None = None
         refused: dict[str, str] = {}
         problem: UserError | None = None
@@ -184,26 +187,51 @@ class Checkpointer:
         problem, refused = self.world.broadcast_object((problem, refused))
         if problem:
             raise problem
-        found = self._broadcast(found)
-        self.newest = found.name if found else None
-        return (
-            Loaded(found.name, found.step, upgrade_checkpoint(found.tree), found.best, [*refused.values()])
-            if found
-            else None
-        )
+        loaded = self._broadcast(found, rows)
+        self.newest = loaded.name if loaded else None
+        if loaded:
+            loaded.tree, loaded.rejected = upgrade_checkpoint(loaded.tree), [*refused.values()]
+        return loaded
 
-    def _broadcast(self, found: Snapshot | None) -> Snapshot | None:
-        """Rank 0's snapshot on every rank."""
+    def _broadcast(self, found: Snapshot | None, rows: Mapping[str, slice]) -> Loaded | None:
+        """Rank 0's snapshot on every rank, tensor by tensor."""
         if self.world.size == 1:
-            return found
-        header = (found.name, found.step, found.best, found.state, len(found.tensors)) if found else None
+            return Loaded(found.name, found.step, found.tree, found.best) if found else None
+        header = None
+        if found:
+            layout = [(name, tensor.shape, tensor.dtype) for name, tensor in found.by_name.items()]
+            header = (found.name, found.step, found.best, found.state, layout)
         header = self.world.broadcast_object(header)
         if header is None:
             return None
-        data = found.tensors if found else bytearray(header[4])
-        for piece in torch.frombuffer(data, dtype=torch.uint8).split(BROADCAST_BYTES):
-            dist.broadcast(piece, src=0)
-        return found or Snapshot(*header[:4], tensors=data)
+        name, step, best, state, layout = header
+        tensors: dict[str, Tensor] = {}
+        for path, shape, dtype in layout:
+            if found:
+                _send(found.by_name[path])
+            else:
+                tensors[path] = _receive(shape, dtype, rows.get(path))
+        return Loaded(name, step, found.tree if found else file_format.decode(state, tensors), best)
+
+
+def _send(tensor: Tensor) -> None:
+    """From rank 0 to all, as bytes: gloo knows few types."""
+    for piece in tensor.reshape(-1).view(torch.uint8).split(BROADCAST_BYTES) if tensor.numel() else ():
+        dist.broadcast(piece, src=0)
+
+
+def _receive(shape: torch.Size, dtype: torch.dtype, rows: slice | None) -> Tensor:
+    """What rank 0 sends; of its rows only those asked for are kept."""
+    row, size = math.prod(shape[1:]) * dtype.itemsize, math.prod(shape) * dtype.itemsize
+    first, last = (rows.start * row, rows.stop * row) if rows else (0, size)
+    out, scratch = (torch.empty(n, dtype=torch.uint8) for n in (last - first, min(size, BROADCAST_BYTES)))
+    for at in range(0, size, BROADCAST_BYTES):
+        piece = scratch[: size - at]
+        dist.broadcast(piece, src=0)
+        start, stop = max(at, first), min(at + len(piece), last)
+        if start < stop:
+            out[start - first : stop - first] = piece[start - at : stop - at]
+    return out.view(dtype).reshape([rows.stop - rows.start, *shape[1:]] if rows else shape)
 
 
 _ADVICE: dict[int | None, str] = {

@@ -68,10 +68,15 @@ class Snapshot:
     tensors: bytearray
 
     @functools.cached_property
+    def by_name(self) -> dict[str, Tensor]:
+        """Every tensor, as a view of the bytes: a copy would need their memory again."""
+        return parse_tensors(self.tensors)
+
+    @functools.cached_property
     def tree(self) -> Tree:
-        """The tree that was saved, tensors on the CPU with memory of their own."""
+        """The tree that was saved, tensors on the CPU. As long as one of them is held, so are the bytes of all."""
         try:
-            return decode(self.state, parse_tensors(self.tensors))
+            return decode(self.state, self.by_name)
         except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
             raise Damaged(f"its content cannot be read ({type(error).__name__}: {error})") from None
 
@@ -156,8 +161,9 @@ def parse_tensors(data: bytearray) -> dict[str, Tensor]:
         start, end = item["data_offsets"]
         if not 0 <= start <= end <= len(data) - begin:
             raise ValueError(f"'{name}' lies outside tensors.safetensors")
-        piece = whole[begin + start : begin + end].clone()
-        out[name] = piece.view(_DTYPES[item["dtype"]]).reshape(item["shape"])
+        piece, dtype = whole[begin + start : begin + end], _DTYPES[item["dtype"]]
+        aligned = (begin + start) % dtype.itemsize == 0  # ours are
+        out[name] = (piece if aligned else piece.clone()).view(dtype).reshape(item["shape"])
     return out
 
 

@@ -22,6 +22,7 @@ class TrainingSet:
     batch: int
     shard_sizes: tuple[int, ...] = ()
     shuffle_window: int = 0
+    _on_device: dict[torch.device, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.given)
@@ -31,9 +32,15 @@ class TrainingSet:
         """(K,) samples per given label."""
         return np.bincount(self.given, minlength=self.classes)
 
+    def given_on(self, device: torch.device) -> Tensor:
+        """(N,) int64 given labels on a device. They are copied there once; do not change them."""
+        if device not in self._on_device:
+            self._on_device[device] = torch.from_numpy(self.given).to(device, torch.long, copy=True)
+        return self._on_device[device]
+
     def labels(self, index: Tensor) -> Tensor:
         """Given labels of some samples, int64, on the device of `index`."""
-        return torch.from_numpy(self.given)[index.cpu()].to(index.device, torch.long)
+        return self.given_on(index.device)[index]
 
     def shuffled(self, order_key: int, subset: np.ndarray | None = None, stream: int = 0) -> np.ndarray:
         """Every sample (of the subset) once, in the order of this key."""

@@ -33,8 +33,16 @@ MEMORY = 1 << 30  # bytes of decoded pictures to be cropped
 class BetonLoader(Loader):
     """A Loader whose pictures come from the FFCV file of the split."""
 
-    def __init__(self, split: Samples, config: DataConfig, seed: int, world: World, accumulate: int = 1) -> None:
-        super().__init__(split, config, seed, world, accumulate)
+    def __init__(
+        self,
+        split: Samples,
+        config: DataConfig,
+        seed: int,
+        world: World,
+        accumulate: int = 1,
+        channels_last: bool = False,
+    ) -> None:
+        super().__init__(split, config, seed, world, accumulate, channels_last)
         path = getattr(split, "beton", None)
         if not path:
             raise UserError(

@@ -66,13 +66,15 @@ class Part:
 Filled = tuple[MicroBatch, list[Part]]
 
 
-def open_loader(split: Samples, config: DataConfig, seed: int, world: World, accumulate: int = 1) -> Loader:
+def open_loader(
+    split: Samples, config: DataConfig, seed: int, world: World, accumulate: int = 1, channels_last: bool = False
+) -> Loader:
     """The loader chosen by data.loader."""
     if config.loader == "ffcv":
         from pipeline.data.ffcv_loader import BetonLoader
 
-        return BetonLoader(split, config, seed, world, accumulate)
-    return Loader(split, config, seed, world, accumulate)
+        return BetonLoader(split, config, seed, world, accumulate, channels_last)
+    return Loader(split, config, seed, world, accumulate, channels_last)
 
 
 def _constants(values: Sequence[float], world: World) -> Tensor:
@@ -82,7 +84,17 @@ def _constants(values: Sequence[float], world: World) -> Tensor:
 class Loader:
     """Batches of one split. Which ones depends only on (order_key, step) of the call."""
 
-    def __init__(self, split: Samples, config: DataConfig, seed: int, world: World, accumulate: int = 1) -> None:
+    def __init__(
+        self,
+        split: Samples,
+        config: DataConfig,
+        seed: int,
+        world: World,
+        accumulate: int = 1,
+        channels_last: bool = False,
+    ) -> None:
+        """`channels_last`: memory layout of the images, that of the network (model.channels_last)."""
+        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.split, self.config, self.seed = split, config, seed
         self._max_pixels = getattr(split, "max_pixels", MAX_PIXELS)
         self.world, self.accumulate = world, accumulate
@@ -125,7 +137,7 @@ class Loader:
         """(index, images) of this rank's contiguous part of the split, in the test view, without padding."""
         mine = self.world.rank_slice(len(self.given))
         rows = slice(mine.start + first_row, mine.stop)
-        todo = survey_batches(rows, max(1, self.config.batch // self.world.size))
+        todo = survey_batches(rows, self.config.eval_rows(self.world.size))
         prefetch = self._prefetcher(np.arange(rows.start, rows.stop), None)
         with closing(self._fill(todo, ("test",), 0, prefetch)) as filled:
             for micro, parts in filled:
@@ -274,13 +286,14 @@ class Loader:
 
     def _to_input(self, name: str, pixels: Tensor, todo: augment.AugMixDraws | None) -> Tensor:
         """(B, S, S, 3) uint8 on the host to (B, 3, S, S) float32 on the device."""
-        levels = pixels.to(self.world.device, non_blocking=True).permute(0, 3, 1, 2).contiguous()
-        if not name.startswith("strong"):
-            return augment.normalise(levels, self._mean, self._std)
-        if todo is None:
-            return augment.normalise(levels, self._strong_mean, self._strong_std)
-        mixture, total = augment.augmix(levels, todo.to(self._to_device))
-        return augment.normalise(mixture, self._strong_mean, self._strong_std, total)
+        levels = pixels.to(self.world.device, non_blocking=True).permute(0, 3, 1, 2)
+        if todo is not None:  # AugMix takes channels one by one
+            mixture, total = augment.augmix(levels.contiguous(), todo.to(self._to_device))
+            mixture = mixture.contiguous(memory_format=self.memory_format)
+            return augment.normalise(mixture, self._strong_mean, self._strong_std, total)
+        strong = name.startswith("strong")
+        mean, std = (self._strong_mean, self._strong_std) if strong else (self._mean, self._std)
+        return augment.normalise(levels.contiguous(memory_format=self.memory_format), mean, std)
 
     def _to_device(self, value: np.ndarray | Tensor) -> Tensor:
         """To the device, asynchronously by pinned memory."""

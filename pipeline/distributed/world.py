@@ -5,8 +5,10 @@ Every rank calls every collective, in the same order. With one rank they cost no
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -20,6 +22,7 @@ from pipeline.distributed.step_timer import StepTimer
 T = TypeVar("T")
 
 CPU = torch.device("cpu")
+GATHER_BYTES = 64 << 20  # beside the result; gloo takes as much again
 
 
 @dataclass(frozen=True)
@@ -51,21 +54,31 @@ class World:
         total = self.all_reduce_sum(weights.sum()).clamp_min(1e-8)
         return self.size * (weights * values).sum() / total
 
-    def all_gather_rows(self, value: Tensor, rows: Sequence[int], grad: bool = False) -> Tensor:
+    def all_gather_rows(
+        self, value: Tensor, rows: Sequence[int], grad: bool = False, out: Tensor | None = None
+    ) -> Tensor:
         """Rows of all ranks, in rank order. `rows` says how many each rank holds (all ranks know it).
 
-        With grad=True the gradient of every rank's use of a row comes back to the rank that owns it.
+        With grad=True the gradient of every rank's use of a row comes back to the rank that owns it. Without, they may be
+        written to `out`, which is contiguous and of the same type.
         """
         if self.size == 1:
-            return value
+            return value if out is None else out.copy_(value)
         self.timer.mark_wait()
-        longest = max(rows)
-        padded = value
-        if value.shape[0] < longest:
-            padded = torch.cat([value, value.new_zeros(longest - value.shape[0], *value.shape[1:])])
-        padded = padded if grad else padded.detach()
-        stacked: Tensor = _Gather.apply(padded.contiguous(), self)  # type: ignore[no-untyped-call]  # (R, longest, ...)
-        return torch.cat([part[:n] for part, n in zip(stacked, rows)])
+        if grad:
+            gathered: Tensor = _Gather.apply(value, self, rows)  # type: ignore[no-untyped-call]
+            return gathered
+        return _gather(value.detach(), rows, out)
+
+    def gather_rows(self, value: Tensor, rows: Sequence[int]) -> Tensor:
+        """Rows of all ranks in the host memory of rank 0; the other ranks keep theirs."""
+        if self.size == 1:
+            return value
+        out = value.new_empty(sum(rows) * self.is_main, *value.shape[1:], device=CPU)
+        for place, part in _gathered_blocks(value.detach(), rows):
+            if self.is_main:
+                out[place] = part
+        return out if self.is_main else value
 
     def broadcast_object(self, value: T | None) -> T:
         """Rank 0's object on every rank."""
@@ -95,21 +108,50 @@ class World:
         return [n * (r + 1) // self.size - n * r // self.size for r in range(self.size)]
 
 
+def _gather(value: Tensor, rows: Sequence[int], out: Tensor | None = None) -> Tensor:
+    """Rows of all ranks in one tensor, with little memory beside it: it may be many gigabytes."""
+    if out is None:
+        out = value.new_empty(sum(rows), *value.shape[1:])
+    if value.is_cuda and min(rows) == max(rows) and out.numel():
+        dist.all_gather_single(out, value.contiguous())
+        return out
+    for place, part in _gathered_blocks(value, rows):
+        out[place] = part
+    return out
+
+
+def _gathered_blocks(value: Tensor, rows: Sequence[int]) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of all ranks, some at a time: their place among all of them, and they themselves, valid until the next.
+
+    In blocks, because gloo makes a copy of what it gathers. Ranks must send equally many rows: the last block of a
+    shorter part is filled up with whatever is in memory.
+    """
+    longest, first = max(rows), [0, *itertools.accumulate(rows)]
+    row_bytes = (len(rows) + 1) * value.element_size() * math.prod(value.shape[1:])
+    if not longest or not row_bytes:
+        return
+    block = max(1, min(longest, GATHER_BYTES // row_bytes))
+    own, parts = (value.new_empty(n * block, *value.shape[1:]) for n in (1, len(rows)))
+    for start in range(0, longest, block):
+        piece = value[start : start + block]
+        own[: len(piece)] = piece
+        dist.all_gather_single(parts, own)
+        for at, n, part in zip(first, rows, parts.split(block)):
+            if (count := min(n - start, block)) > 0:
+                yield slice(at + start, at + start + count), part[:count]
+
+
 class _Gather(torch.autograd.Function):
-    """Tensors of all ranks, stacked. The gradient of a rank's tensor is summed over all ranks that used it."""
+    """Rows of all ranks. The gradient of a rank's rows is summed over all ranks that used them."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, world: World) -> Tensor:
-        ctx.rank = world.rank
-        parts = [torch.empty_like(value) for _ in range(world.size)]
-        dist.all_gather(parts, value)
-        return torch.stack(parts)
+    def forward(ctx: Any, value: Tensor, world: World, rows: Sequence[int]) -> Tensor:
+        ctx.world, ctx.own = world, slice(sum(rows[: world.rank]), sum(rows[: world.rank + 1]))
+        return _gather(value, rows)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total = grads[0].contiguous()
-        dist.all_reduce(total)
-        return total[ctx.rank], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.world.all_reduce_sum(grads[0].contiguous())[ctx.own], None, None
 
 
 def init_distributed(device: str = "auto", timeout_seconds: float = 600.0) -> World:

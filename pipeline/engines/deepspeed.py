@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
+from torch.utils.hooks import RemovableHandle
 
 from pipeline.config import Config
 from pipeline.data.batch import Batch
@@ -62,6 +63,8 @@ class DeepSpeedEngine:
         self.batchnorm_stats = BatchNormStats(method, world)
         self.inner: Any = None  # the open DeepSpeed engine
         self.untouched: list[tuple[nn.Module, set[str]]] = []  # attributes every module had before it was opened
+        self.strides: dict[str, tuple[int, ...]] = {}  # of every parameter before it was opened
+        self.hooks: list[RemovableHandle] = []
         self.momentum: dict[str, Tensor] = {}  # of parameters that are not in the open engine
         self.prefixes: tuple[str, ...] = ("",)
         self.scale = LossScale(enabled=config.train.precision == "fp16")
@@ -149,6 +152,7 @@ class DeepSpeedEngine:
         for name, parameter in trainable_parameters(self.method):
             parameter.requires_grad_(name in trained)
         self.untouched = [(module, set(vars(module))) for module in self.method.modules()]
+        self._lay_plain()
         optimizer = torch.optim.SGD(
             trained.values(), self.optim.lr, self.optim.momentum, weight_decay=self.optim.weight_decay
         )
@@ -164,30 +168,46 @@ class DeepSpeedEngine:
         if self.optim.momentum:
             self._set_momentum({name: self.momentum.pop(name) for name in trained if name in self.momentum})
 
+    def _lay_plain(self) -> None:
+        """Weights in the plain layout, which is all that DeepSpeed sends and flattens. A layer whose weight was
+        channels_last gets its input so, which is what its weight would have done: it computes as before."""
+        self.strides = {name: p.stride() for name, p in parameters(self.method)}
+        for module in self.method.modules():
+            for p in module.parameters(recurse=False):
+                plain = p.detach().clone(memory_format=torch.contiguous_format)
+                if plain.stride() != p.stride():
+                    p.data = plain
+                    self.hooks.append(module.register_forward_pre_hook(_channels_last))
+
     def close(self) -> None:
         """Make the method plain torch again, on every rank, with whole weights."""
         if self.inner is None:
             return
         weights, momentum = self.model_state_dict(), self._get_momentum()
         self.momentum |= momentum
-        self.inner.module_forward_pre_hook.remove()
-        self.inner.module_forward_post_hook.remove()
+        for hook in (self.inner.module_forward_pre_hook, self.inner.module_forward_post_hook, *self.hooks):
+            hook.remove()
+        self.hooks = []
         self.inner.destroy()
         self.inner = None
         names = {id(p): name for name, p in parameters(self.method)}
         for module, kept in self.untouched:
             # Parameters are made anew: attributes set by DeepSpeed must not stay.
             module._parameters = {
-                key: None
-                if p is None
-                else nn.Parameter(weights[names[id(p)]].to(self.world.device), requires_grad=False)
+                key: p if p is None else self._new_parameter(names[id(p)], weights)
                 for key, p in module._parameters.items()
             }
             for extra in set(vars(module)) - kept:
                 del vars(module)[extra]
 
+    def _new_parameter(self, name: str, weights: dict[str, Tensor]) -> nn.Parameter:
+        """In the layout it had before."""
+        weight = weights[name]
+        laid = torch.empty_strided(weight.shape, self.strides[name], dtype=weight.dtype, device=self.world.device)
+        return nn.Parameter(laid.copy_(weight), requires_grad=False)
+
     def _settings(self, numbers: int) -> dict[str, Any]:
-        config, bucket = self.config, min(numbers, BUCKET)
+        config, bucket = self.config, min(numbers + numbers % 2, BUCKET)  # it wants an even number
         precision = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[config.train.precision]
         rows = max(1, config.data.batch // self.world.size // config.optim.accumulate)
         block = {
@@ -201,7 +221,12 @@ class DeepSpeedEngine:
                 "reduce_bucket_size": bucket,
                 "allgather_bucket_size": bucket,
             },
-            "torch_autocast": {"enabled": config.train.precision != "fp32", "dtype": precision},
+            "torch_autocast": {
+                "enabled": config.train.precision != "fp32",
+                "dtype": precision,
+                # Layers whose gradients (and ZeRO-3 weights) travel in half precision: none, as in DDP.
+                "lower_precision_safe_modules": [],
+            },
         }
         return merge(block, self.own)
 
@@ -217,7 +242,7 @@ class DeepSpeedEngine:
 
     def load_optimizer_state_dict(self, state: OptimizerState) -> None:
         self.close()
-        self.momentum = dict(state["momentum"])
+        self.momentum = {name: value.clone() for name, value in state["momentum"].items()}  # not the whole checkpoint
         self.scale.load_state_dict(state["scaler"])
         self.nonfinite = int(state["nonfinite_steps"])
 
@@ -301,6 +326,11 @@ class LossScale:
         if self.enabled and state:
             self.rule.load_state_dict(state)
             self.value, self.good = float(state["scale"]), int(state["_growth_tracker"])
+
+
+def _channels_last(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    images = [isinstance(a, Tensor) and a.dim() == 4 for a in args]
+    return tuple(a.contiguous(memory_format=torch.channels_last) if image else a for a, image in zip(args, images))
 
 
 def _shape(parameter: Any) -> torch.Size:

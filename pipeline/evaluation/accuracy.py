@@ -57,10 +57,8 @@ def evaluate(
         with autocast:
             scores = method.scores(images)
         label = label_n[index]
-        known = label >= 0
         for head, score in scores.items():
-            rows = counts.setdefault(head, _zeros(classes, world))
-            _count(rows, score[known], label[known])
+            _count(counts.setdefault(head, _zeros(classes, world)), score, label)
     heads = next(filter(None, world.all_gather_object(list(counts))))  # a rank without pictures has none
     summed = {head: world.all_reduce_sum(counts.get(head, _zeros(classes, world))).cpu().numpy() for head in heads}
     return _summarise(split, summed, class_groups(clean_counts))
@@ -71,13 +69,16 @@ def _zeros(classes: int, world: World) -> Tensor:
 
 
 def _count(rows: Tensor, score_BK: Tensor, label_B: Tensor) -> None:
-    """Add a batch: columns 0..K-1 confusion, then top-5 hits, sum of p(k), sum of the label's confidence."""
+    """Add a batch: columns 0..K-1 confusion, then top-5 hits, sum of p(k), sum of the label's confidence.
+
+    A picture whose label is not known (-1) adds zeros. To leave it out, the host would have to wait for the labels.
+    """
     K = score_BK.shape[1]
-    probability = score_BK.double().softmax(1)
+    known, label_B = label_B >= 0, label_B.clamp_min(0)
+    probability = torch.where(known[:, None], score_BK.double().softmax(1), 0.0)
     top = score_BK.topk(min(5, K), 1).indices
-    one = torch.ones(len(label_B), dtype=torch.float64, device=label_B.device)
-    rows.index_put_((label_B, score_BK.argmax(1)), one, accumulate=True)
-    rows[:, K].index_add_(0, label_B, (top == label_B[:, None]).any(1).double())
+    rows.index_put_((label_B, score_BK.argmax(1)), known.double(), accumulate=True)
+    rows[:, K].index_add_(0, label_B, (known & (top == label_B[:, None]).any(1)).double())
     rows[:, K + 1] += probability.sum(0)
     rows[:, K + 2].index_add_(0, label_B, probability.gather(1, label_B[:, None])[:, 0])
 

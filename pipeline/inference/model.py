@@ -37,7 +37,6 @@ from shards.base.settings import Settings, merge, validate
 WEIGHTS, MODEL_INFO, FORMAT = "weights.safetensors", "model.json", 1
 LARGE = 1 << 20
 MAX_SAMPLES = 1 << 31
-BATCH = 64
 Picture = bytes | memoryview | np.ndarray
 
 
@@ -76,8 +75,9 @@ class Model:
 
     def images(self, views: Sequence[np.ndarray]) -> Tensor:
         """(B,3,H,W) as the network takes them."""
-        levels = torch.from_numpy(np.stack(views)).permute(0, 3, 1, 2).to(self.device)
-        return normalise(levels, self.config.data.mean, self.config.data.std)
+        levels = torch.from_numpy(np.stack(views)).to(self.device).permute(0, 3, 1, 2)
+        layout = torch.channels_last if self.config.model.channels_last else torch.contiguous_format
+        return normalise(levels.contiguous(memory_format=layout), self.config.data.mean, self.config.data.std)
 
     @torch.no_grad()
     def scores(self, images: Tensor) -> np.ndarray:
@@ -94,7 +94,7 @@ class Model:
                 waiting.append((self.prepare(picture), ""))
             except DecodeError as error:
                 waiting.append((None, str(error)))
-            if len(waiting) == BATCH:
+            if len(waiting) == self.config.data.eval_rows(1):
                 yield from self._predict(waiting)
                 waiting = []
         yield from self._predict(waiting)
@@ -116,21 +116,19 @@ def export_model(
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    buffers = {name for name, _ in method.named_buffers()}
-    by_sample = {
-        name
-        for name, value in method.state_dict().items()
-        if name in buffers and value.ndim and len(value) == len(method.data) and value.nbytes > LARGE
-    }
-    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in method.state_dict().items()}
-    save_file({name: value for name, value in tensors.items() if name not in by_sample}, folder / WEIGHTS)
+    buffers, state, samples = dict(method.named_buffers()), method.state_dict(), len(method.data)
+    rows = {name for name, value in buffers.items() if value.ndim and len(value) == samples} | method.growing
+    left_out = {name for name in rows & state.keys() if state[name].nbytes > LARGE}
+    left_out |= method.tables if method.world.size > 1 else set()  # other ranks hold the other rows
+    tensors = {n: value.detach().cpu().contiguous().clone() for n, value in state.items() if n not in left_out}
+    save_file(tensors, folder / WEIGHTS)
     info = {
         "format": FORMAT,
         "config": redact_all(config.model_dump(mode="json")),
         "classes": list(classes),
         "given_counts": method.data.counts.tolist(),
         "clean_counts": [int(count) for count in clean_counts],
-        "left_out": sorted(by_sample),
+        "left_out": sorted(left_out),
     }
     (folder / MODEL_INFO).write_text(json.dumps(info, indent=1) + "\n", encoding="utf-8")
     return folder

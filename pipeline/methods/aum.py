@@ -18,6 +18,7 @@ from pipeline.data.keyed_random import keyed_generator
 from pipeline.distributed.world import World
 from pipeline.methods.base import Beliefs, OneNetwork, Stage
 from pipeline.methods.options import AUMOptions
+from pipeline.methods.parts.flag import Flag
 from pipeline.methods.parts.losses import cross_entropy
 from pipeline.methods.parts.per_sample import add_by_index
 from pipeline.methods.parts.survey import Survey
@@ -64,7 +65,6 @@ class AUM(OneNetwork[AUMOptions]):
     fake: Tensor  # (N,R) bool
     clean: Tensor  # (N,) bool
     threshold: Tensor  # (R,)
-    decided: Tensor  # bool: whether `clean` is final and the retrained network is evaluated
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__(config, data, world)
@@ -74,7 +74,7 @@ class AUM(OneNetwork[AUMOptions]):
         self.register_buffer("fake", fake_sets(data))
         self.register_buffer("clean", torch.ones(len(data), dtype=torch.bool))
         self.register_buffer("threshold", torch.zeros(RUNS, dtype=torch.float64))
-        self.register_buffer("decided", torch.zeros((), dtype=torch.bool))
+        self.is_decided = Flag(self, "decided")  # whether `clean` is final and the retrained network is evaluated
 
     # -- stages and passes ------------------------------------------------------------------------------
 
@@ -91,11 +91,11 @@ class AUM(OneNetwork[AUMOptions]):
     def begin_epoch(self, survey: Survey | None) -> None:
         if self.stage != RETRAINING or self.epoch:
             return
-        given = torch.from_numpy(self.data.given).to(self.sums.device, torch.long)
+        given = self.data.given_on(self.sums.device)
         clean, threshold = select_clean(self.margin, self.fake, given, self.options.percentile)
         self.clean.copy_(clean)
         self.threshold.copy_(threshold)
-        self.decided.fill_(True)
+        self.is_decided.set(True)
 
     @property
     def margin(self) -> Tensor:
@@ -109,7 +109,7 @@ class AUM(OneNetwork[AUMOptions]):
 
     @property
     def eval_network(self) -> Network:
-        return super().eval_network if self.decided else self.runs[min(self.stage, RUNS - 1)]  # type: ignore[return-value]
+        return super().eval_network if self.is_decided else self.runs[min(self.stage, RUNS - 1)]  # type: ignore[return-value]
 
     def after_step(self) -> None:
         if self.stage == RETRAINING:
@@ -121,7 +121,7 @@ class AUM(OneNetwork[AUMOptions]):
         if self.stage == RETRAINING:
             _, logits = self.network(batch.views["weak"], batch.mask)
             return {"loss": cross_entropy(logits, batch.label, batch.valid, self.world)}
-        _, logits = self.runs[self.stage](batch.views["weak"])
+        _, logits = self.runs[self.stage](batch.views["weak"], batch.mask)
         label = torch.where(self.fake[batch.index, self.stage], self.data.classes, batch.label)
         margin = margins(logits.detach(), label)
         add_by_index(self.sums[:, self.stage], batch, margin, self.world)
@@ -133,7 +133,7 @@ class AUM(OneNetwork[AUMOptions]):
 
     @property
     def beliefs(self) -> Beliefs | None:
-        if not self.decided:
+        if not self.is_decided:
             return None
         score = torch.where(self.fake, 0, self.margin).sum(1) / (~self.fake).sum(1).clamp_min(1)
         extra = {f"aum_threshold_{r + 1}": float(value) for r, value in enumerate(self.threshold)}

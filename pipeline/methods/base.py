@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Generic, cast
+from typing import Any, Generic, cast
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
@@ -61,6 +62,8 @@ class Method(nn.Module, Generic[Options]):
         self.options = cast(Options, config.method)  # load_method pairs the class with the options
         self.stage = 0
         self.epoch = 0
+        self.tables: set[str] = set()  # buffers made by register_table
+        self.growing: set[str] = set()  # buffers made by register_growing
 
     # -- stages and passes -----------------------------------------------------------------------------------------
 
@@ -116,9 +119,34 @@ class Method(nn.Module, Generic[Options]):
 
     # -- beliefs ---------------------------------------------------------------------------------------------------
 
+    def register_table(self, name: str, *shape: int) -> None:
+        """A buffer of zeros with a row for every sample, of which this rank holds only those of `World.rank_slice`.
+
+        A checkpoint holds the whole table. `parts.per_sample.update_table` writes rows and brings them to the ranks.
+        """
+        own = self.world.rank_slice(len(self.data))
+        self.register_buffer(name, torch.zeros(own.stop - own.start, *shape))
+        self.tables.add(name)
+
+    def register_growing(self, name: str, *shape: int) -> None:
+        """A buffer with rows for some of the samples, none at first. The method replaces it when it knows how many."""
+        self.register_buffer(name, torch.zeros(0, *shape))
+        self.growing.add(name)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Of a whole table take the own rows; make room for the rows of growing buffers."""
+        for name in self.growing & {key.removeprefix(prefix) for key in state_dict}:
+            buffer = self.get_buffer(name)
+            setattr(self, name, buffer.new_empty(len(state_dict[prefix + name]), *buffer.shape[1:]))
+        for key in {prefix + name for name in self.tables} & state_dict.keys():
+            if len(state_dict[key]) == len(self.data):
+                state_dict[key] = state_dict[key][self.world.rank_slice(len(self.data))]
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     @property
     def beliefs(self) -> Beliefs | None:
-        """What is believed in this epoch. Reading changes nothing. Parts that are no buffers are None after a restart."""
+        """What is believed in this epoch, read by all ranks together. Reading changes nothing. Parts that are no buffers
+        are None after a restart."""
         return None
 
 

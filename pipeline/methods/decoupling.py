@@ -15,6 +15,7 @@ from pipeline.distributed.world import World
 from pipeline.methods.base import OneNetwork, Stage
 from pipeline.methods.cross_entropy import CrossEntropy
 from pipeline.methods.options import CRTOptions, NCMOptions
+from pipeline.methods.parts.flag import Flag
 from pipeline.methods.parts.losses import cross_entropy
 from pipeline.methods.parts.prototypes import class_sums
 from pipeline.methods.parts.survey import Survey
@@ -26,12 +27,10 @@ FAR = -1e4  # score of a class without samples; the scores of others are at leas
 
 
 class CRT(OneNetwork[CRTOptions]):
-    retrained: Tensor  # bool: whether the second classifier makes the prediction
-
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__(config, data, world)
         self.balanced = nn.Linear(self.network.features, data.classes)
-        self.register_buffer("retrained", torch.zeros((), dtype=torch.bool))
+        self.uses_balanced = Flag(self, "retrained")  # whether the second classifier makes the prediction
 
     def stages(self) -> list[Stage]:
         epochs = max(1, round(self.options.classifier_part * self.config.train.epochs))
@@ -46,7 +45,7 @@ class CRT(OneNetwork[CRTOptions]):
 
     def set_epoch(self, stage: int, epoch: int) -> None:
         super().set_epoch(stage, epoch)
-        self.retrained.fill_(stage == CLASSIFIER)
+        self.uses_balanced.set(stage == CLASSIFIER)
 
     def train(self, mode: bool = True) -> CRT:
         """In the second stage the representation and its batch statistics are frozen."""
@@ -79,7 +78,7 @@ class CRT(OneNetwork[CRTOptions]):
     def scores(self, images: Tensor) -> dict[str, Tensor]:
         features, logits = self.eval_network(images)
         first = {"linear": logits.float()}
-        return {"balanced": self.balanced(features).float(), **first} if self.retrained else first
+        return {"balanced": self.balanced(features).float(), **first} if self.uses_balanced else first
 
 
 @full_precision

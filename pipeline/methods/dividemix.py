@@ -80,7 +80,7 @@ class DivideMix(TwoNetworks[DivideMixOptions]):
         belief[undecided] = 1.0  # a mixture that believes no label is no information
         self.belief.copy_(torch.from_numpy(belief))
         vote = survey.all_gather(survey["vote"].int()).to(self.refined.dtype)  # gloo and NCCL have no int16
-        given = torch.from_numpy(self.data.given).to(self.refined)
+        given = self.data.given_on(self.refined.device).to(self.refined.dtype)
         self.refined.copy_(torch.where(self._is_clean(), given, vote))
 
     def divide(self, survey: Survey) -> list[np.ndarray]:

@@ -2,7 +2,7 @@
 
 A moving average of the predictions for every sample (the memory) keeps the network from memorising wrong labels:
     L = cross-entropy + strength * mean log(1 - <memory, prediction>).
-B rows on this rank, K classes, N training samples.
+B rows of a batch on this rank, K classes, N training samples, n of them with their memory on this rank.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from pipeline.methods.base import Beliefs, OneNetwork
 from pipeline.methods.options import ELROptions, ELRPlusOptions
 from pipeline.methods.parts import mixup
 from pipeline.methods.parts.losses import cross_entropy, soft_cross_entropy
-from pipeline.methods.parts.per_sample import update_by_index
+from pipeline.methods.parts.per_sample import update_table
 from pipeline.methods.two_networks import TwoNetworks
 from pipeline.models.network import Network
 from pipeline.models.precision import full_precision
 from shards.base.errors import UserError
 
+BLOCK = 8192  # rows at a time
 LEAST = 1e-4  # predictions are at least this far from 0 and 1
 MIXUP_LAMBDA, MIXUP_PARTNERS = 1, 3  # purposes of random numbers; the second network uses the next ones
 
@@ -41,44 +42,51 @@ def regulariser(prediction_BK: Tensor, memory_BK: Tensor, weight_B: Tensor, worl
     return world.global_mean(torch.log(1 - (memory_BK * prediction_BK).sum(1)), weight_B)
 
 
-def memory_beliefs(memory_NK: Tensor, data: TrainingSet) -> Beliefs:
+def memory_beliefs(memory_nK: Tensor, data: TrainingSet, world: World) -> Beliefs:
     """The largest class of the memory is believed; samples not seen yet keep their label."""
-    given = torch.from_numpy(data.given).to(memory_NK.device, torch.long)
-    label = torch.where(memory_NK.sum(1) > 0, memory_NK.argmax(1), given)
-    return Beliefs(label=label, clean=label == given, score=memory_NK.gather(1, given[:, None])[:, 0])
+    given = data.given_on(memory_nK.device)
+    own, rows = given[world.rank_slice(len(data))], world.rank_slice_sizes(len(data))
+    parts = []
+    for memory, label in zip(memory_nK.split(BLOCK), own.split(BLOCK)):
+        memory = memory.reshape(len(label), -1, data.classes).mean(1)  # of both networks, if there are two
+        believed = torch.where(memory.sum(1) > 0, memory.argmax(1), label)
+        parts.append((believed, memory.gather(1, label[:, None])[:, 0]))
+    label, score = (world.all_gather_rows(torch.cat(part), rows) for part in zip(*parts))
+    return Beliefs(label=label, clean=label == given, score=score)
 
 
 class ELR(OneNetwork[ELROptions]):
-    memory: Tensor  # (N,K)
+    memory: Tensor  # (n,K)
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__(config, data, world)
-        self.register_buffer("memory", torch.zeros(len(data), data.classes))
+        self.register_table("memory", data.classes)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         _, logits = self.network(batch.views["weak"], batch.mask)
         predicted = prediction(logits)
         fresh = predicted.detach()
-        update_by_index(self.memory, batch, fresh / fresh.sum(1, keepdim=True), self.world, keep=self.options.beta)
+        fresh = fresh / fresh.sum(1, keepdim=True)
+        memory = update_table(self.memory, batch, fresh, self.world, len(self.data), self.options.beta)
         ce = cross_entropy(logits, batch.label, batch.valid, self.world)
-        elr = regulariser(predicted, self.memory[batch.index], batch.valid, self.world)
+        elr = regulariser(predicted, memory, batch.valid, self.world)
         return {"loss": ce + self.options.strength * elr, "ce": ce, "elr": elr}
 
     @property
     def beliefs(self) -> Beliefs:
-        return memory_beliefs(self.memory, self.data)
+        return memory_beliefs(self.memory, self.data, self.world)
 
 
 class ELRPlus(TwoNetworks[ELRPlusOptions]):
     """The memory of each network is made by the averaged weights of the other, from images that are not mixed."""
 
-    memory: Tensor  # (N,2,K)
+    memory: Tensor  # (n,2,K)
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         if config.model.ema:
             raise UserError("elr_plus averages its weights itself (method.ema). Leave model.ema out.")
         super().__init__(config, data, world)
-        self.register_buffer("memory", torch.zeros(len(data), 2, data.classes))
+        self.register_table("memory", 2, data.classes)
         self.steps = 0  # steps done so far; (epoch, step) determine it
 
     @property
@@ -103,11 +111,11 @@ class ELRPlus(TwoNetworks[ELRPlusOptions]):
         images = batch.views["weak"]
         with torch.no_grad():
             fresh = prediction(self.teacher(1 - n)(images, batch.mask)[1], 0.0)
-        update_by_index(self.memory[:, n], batch, fresh, self.world, keep=self.options.beta)
+        memory = update_table(self.memory[:, n], batch, fresh, self.world, len(self.data), self.options.beta)
         lam = mixup.mixup_lambda(batch, self.options.mixup, MIXUP_LAMBDA + n, fold=True)
         partner = mixup.mixup_partners(batch, 1, MIXUP_PARTNERS + n)
         target = mixup.mix(F.one_hot(batch.label, self.data.classes).float(), partner, lam)
-        memory = mixup.mix(self.memory[batch.index, n], partner, lam)
+        memory = mixup.mix(memory, partner, lam)
         _, logits = self.network(n)(mixup.mix(images, partner, lam), batch.mask)
         if self.options.remembered_targets:
             target = target * memory
@@ -137,4 +145,4 @@ class ELRPlus(TwoNetworks[ELRPlusOptions]):
 
     @property
     def beliefs(self) -> Beliefs:
-        return memory_beliefs(self.memory.mean(1), self.data)
+        return memory_beliefs(self.memory, self.data, self.world)

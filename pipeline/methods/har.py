@@ -24,6 +24,7 @@ from pipeline.distributed.world import World
 from pipeline.methods.base import OneNetwork, Stage
 from pipeline.methods.ldam import class_weights
 from pipeline.methods.options import HAROptions
+from pipeline.methods.parts.flag import Flag
 from pipeline.methods.parts.losses import cross_entropy, sample_losses
 from pipeline.methods.parts.survey import Survey
 from pipeline.models.batchnorm import BatchNorm
@@ -53,7 +54,6 @@ def class_strengths(
 
 class HAR(OneNetwork[HAROptions]):
     strengths: Tensor  # (K,)
-    probed: Tensor  # bool: whether the main network is evaluated
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__(config, data, world)
@@ -62,7 +62,7 @@ class HAR(OneNetwork[HAROptions]):
         self.held_out = held_out_half(data)
         self.register_buffer("strengths", torch.zeros(data.classes))
         self.register_buffer("weights", class_weights(data.counts, self.options.beta))
-        self.register_buffer("probed", torch.zeros((), dtype=torch.bool))
+        self.is_probed = Flag(self, "probed")  # whether the main network is evaluated
         if not self._norms():
             raise UserError(
                 "model.backbone: har regularises batch or group normalisations and finds none in "
@@ -79,7 +79,7 @@ class HAR(OneNetwork[HAROptions]):
 
     def set_epoch(self, stage: int, epoch: int) -> None:
         super().set_epoch(stage, epoch)
-        self.probed.fill_(stage == MAIN)
+        self.is_probed.set(stage == MAIN)
 
     def passes(self) -> list[Pass]:
         if self.stage == PROBE:
@@ -88,7 +88,7 @@ class HAR(OneNetwork[HAROptions]):
 
     @property
     def eval_network(self) -> Network:
-        return super().eval_network if self.probed else self.probe
+        return super().eval_network if self.is_probed else self.probe
 
     def after_step(self) -> None:
         if self.stage == MAIN:
@@ -106,7 +106,7 @@ class HAR(OneNetwork[HAROptions]):
         if survey is None:
             return
         label = self.data.labels(survey.index)
-        held = torch.from_numpy(self.held_out)[survey.index.cpu()].to(label.device).double()
+        held = torch.from_numpy(self.held_out).to(label.device)[survey.index].double()
         wrong = survey["wrong"].double() * held
         sums = torch.zeros(2, self.data.classes, dtype=torch.float64, device=label.device)
         wrong_K, held_K = self.world.all_reduce_sum(sums.index_add_(1, label, torch.stack([wrong, held])))

@@ -78,16 +78,15 @@ class MoPro(PrototypeMethod[MoProOptions]):
         return self.stage == RETRAIN and self.epoch == 0
 
     def survey_outputs(self, images: Tensor, given: Tensor) -> dict[str, Tensor]:
-        return dict(zip(("z", "linear"), self.eval_forward(images)))
+        z, logits = self.eval_forward(images)
+        scores = prototype_logits(z, self.prototypes, self.options.temperature)
+        return dict(zip(("label", "kept", "used", "score"), self._correct(logits, scores, given)))
 
     def begin_epoch(self, survey: Survey | None) -> None:
         if survey is None:
             return
-        given = self.data.labels(survey.index)
-        prototype_scores = prototype_logits(survey["z"], self.prototypes, self.options.temperature)
-        corrected = self._correct(survey["linear"], prototype_scores, given)
-        for memory, value in zip((self.label, self.kept, self.used, self.score), corrected):
-            memory.copy_(survey.all_gather(value.to(memory.dtype)))
+        for name, memory in zip(("label", "kept", "used", "score"), (self.label, self.kept, self.used, self.score)):
+            memory.copy_(survey.all_gather(survey[name].to(memory.dtype)))
 
     @full_precision
     def _correct(
@@ -106,7 +105,7 @@ class MoPro(PrototypeMethod[MoProOptions]):
         """Labels as corrected in the last epoch; clean are those kept and not changed."""
         if self.stage == MAIN and self.epoch <= self.first_cleaning:
             return None
-        given = torch.from_numpy(self.data.given).to(self.label)
+        given = self.data.given_on(self.label.device)
         label, clean = self.label.long(), (self.kept > 0) & (self.label == given)
         return Beliefs(self.used, label, clean, self.score, basis=(label, self.used))
 

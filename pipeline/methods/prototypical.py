@@ -111,7 +111,7 @@ class Prototypical(PrototypeMethod[PrototypicalOptions]):
         """(N,) the labels prototypes are averaged by."""
         if self.options.prototype_labels == "refined":
             return self.refined
-        return torch.from_numpy(self.data.given).to(self.weight.device)
+        return self.data.given_on(self.weight.device).int()
 
     def _prototypes_of(self, survey: Survey) -> Tensor:
         """(K,D) with the weights of the last cleaning; before the first they are all 1."""

@@ -50,7 +50,7 @@ class RoLT(DivideMix):
 
     def normalize_features(self, features: Tensor) -> Tensor:
         """(n,D) features minus the mean of the training set, normalised to unit length."""
-        centre = self.world.all_reduce_sum(features.double().sum(0)) / len(self.data)
+        centre = self.world.all_reduce_sum(features.sum(0, dtype=torch.float64)) / len(self.data)
         return normalize_features(features, centre.float())
 
     def centroids(self, rows: Tensor, given: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,9 +7,12 @@ n rows of the survey on this rank, N in all, B rows of a batch, K classes, D emb
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from pipeline.config import Config
 from pipeline.data.batch import Batch, Pass, TrainingSet
@@ -25,12 +28,33 @@ from pipeline.models.network import unit
 from pipeline.models.precision import full_precision
 
 WARMUP, MAIN = 0, 1
+SIMILARITIES = 1 << 26  # numbers in memory at a time while neighbours are searched
+
+
+@dataclass
+class SoftLabels:
+    """(N,K) soft labels: one-hot where the given label is kept, and rows of their own for the other samples only."""
+
+    hard: Tensor  # (N,) likeliest class
+    place: Tensor  # (N,) int32 row of the sample, -1 for one-hot
+    rows: Tensor  # (M,K)
+
+    def __getitem__(self, index: Tensor) -> Tensor:
+        """(...,K) soft labels of some samples; memory of the caller."""
+        place, hard = self.place[index].long(), self.hard[index].long()
+        soft = (place >= 0) & (place < len(self.rows))  # an exported model may lack the rows
+        if len(self.rows):
+            out = self.rows[place.clamp(0, len(self.rows) - 1)].mul_(soft[..., None])
+        else:
+            out = self.rows.new_zeros(*index.shape, self.rows.shape[1])
+        return out.scatter_add_(-1, hard[..., None], (~soft).to(out)[..., None])
 
 
 class RRL(PrototypeMethod[RRLOptions]):
     bank: Tensor  # (N,D) embeddings of the last survey: neighbours for evaluation
-    soft: Tensor  # (N,K) soft labels; one-hot where the given label is kept
-    hard: Tensor  # (N,) their likeliest class
+    hard: Tensor  # (N,) likeliest class of the soft label
+    soft_place: Tensor  # (N,) and
+    soft_rows: Tensor  # (M,K): see SoftLabels
     kept: Tensor  # (N,) bool: the given label is kept
     used: Tensor  # (N,) float: 1 for samples that have a label, kept or corrected
 
@@ -38,10 +62,11 @@ class RRL(PrototypeMethod[RRLOptions]):
         super().__init__(config, data, world)
         K, D, N = data.classes, config.model.embedding, len(data)
         self.decoder = nn.Linear(D, self.network.features)
-        given = torch.from_numpy(data.given).long()
+        given = torch.from_numpy(data.given)
         self.register_buffer("bank", torch.zeros(N, D))
-        self.register_buffer("soft", F.one_hot(given, K).float())
-        self.register_buffer("hard", given.to(torch.int16 if K < 2**15 else torch.int32))
+        self.register_buffer("hard", given.to(torch.int16 if K < 2**15 else torch.int32, copy=True))
+        self.register_buffer("soft_place", torch.full((N,), -1, dtype=torch.int32))
+        self.register_growing("soft_rows", K)
         self.register_buffer("kept", torch.ones(N, dtype=torch.bool))
         self.register_buffer("used", torch.ones(N))
         # (N,) score of the given label in the last survey; in no checkpoint, since only the epoch's metrics need it
@@ -78,7 +103,7 @@ class RRL(PrototypeMethod[RRLOptions]):
     def begin_epoch(self, survey: Survey | None) -> None:
         if survey is None:
             return
-        self.bank.copy_(survey.all_gather(survey["z"]))
+        survey.all_gather(survey["z"].to(self.bank), out=self.bank)
         if self.cleaning_now:
             self._clean_labels(survey)
         label, weight = self.hard[survey.index].long(), self.used[survey.index]
@@ -86,31 +111,63 @@ class RRL(PrototypeMethod[RRLOptions]):
 
     def end_epoch(self, survey: Survey | None) -> None:
         if survey is not None:
-            self.bank.copy_(survey.all_gather(survey["z"]))
+            survey.all_gather(survey["z"].to(self.bank), out=self.bank)
+
+    @property
+    def soft(self) -> SoftLabels:
+        return SoftLabels(self.hard, self.soft_place, self.soft_rows)
 
     def _clean_labels(self, survey: Survey) -> None:
         """Half of a soft label comes from the neighbours' soft labels, half from the classifier."""
-        given = self.data.labels(survey.index)
-        classifier = survey["linear"].softmax(1)
-        if self.epoch == self.first_cleaning:  # neighbours need soft labels to start from
-            self.soft.copy_(survey.all_gather(self._keep_given(classifier, given)[0]))
-        neighbours = knn_label_distribution(
-            survey["z"], self.bank, self.soft, self.options.neighbours, self.options.temperature,
-            self.options.neighbour_block, survey.index,
-        )  # fmt: skip
-        mixed = (neighbours + classifier) / 2
-        soft, kept = self._keep_given(mixed, given)
-        top, hard = soft.max(1)
-        self.soft.copy_(survey.all_gather(soft))
-        self.hard.copy_(survey.all_gather(hard.int()))  # gloo and NCCL have no int16
-        self.kept.copy_(survey.all_gather(kept.to(torch.uint8)).bool())
-        self.used.copy_(survey.all_gather((top > self.options.use_above).float()))
-        self.given_score = survey.all_gather(mixed.gather(1, given[:, None])[:, 0])
+        soft, o = self.soft, self.options
 
-    def _keep_given(self, soft_nK: Tensor, given_n: Tensor) -> tuple[Tensor, Tensor]:
-        """Soft labels, one-hot where the given label is kept; and (n,) bool: where it is kept."""
-        kept = soft_nK.gather(1, given_n[:, None])[:, 0] > self.options.keep_above
-        return torch.where(kept[:, None], F.one_hot(given_n, soft_nK.shape[1]).to(soft_nK), soft_nK), kept
+        def classifier(rows: slice) -> Tensor:
+            return survey["linear"][rows].softmax(1)
+
+        def mixed(rows: slice) -> Tensor:
+            z, own = survey["z"][rows], survey.index[rows]
+            neighbours = knn_label_distribution(z, self.bank, soft, o.neighbours, o.temperature, o.neighbour_block, own)
+            return (neighbours + classifier(rows)) / 2
+
+        if self.epoch == self.first_cleaning:  # neighbours need soft labels to start from
+            soft = self._keep_given(classifier, survey)[0]
+        soft, kept, top, self.given_score = self._keep_given(mixed, survey)
+        self.hard.copy_(soft.hard)
+        self.soft_place.copy_(soft.place)
+        self.soft_rows = soft.rows.to(self.soft_rows)
+        self.kept.copy_(kept)
+        self.used.copy_(top > o.use_above)
+
+    def _keep_given(
+        self, scores: Callable[[slice], Tensor], survey: Survey
+    ) -> tuple[SoftLabels, Tensor, Tensor, Tensor]:
+        """Soft labels of all ranks from the scores of some rows of the survey: one-hot where the given label scores enough.
+
+        Then (N,) each: whether it does; the largest value of the soft label; the score of the given label.
+        """
+        parts: list[tuple[Tensor, ...]] = []
+        for start in range(0, max(len(survey.index), 1), self.options.neighbour_block):
+            rows = slice(start, start + self.options.neighbour_block)
+            soft, given = scores(rows), self.data.labels(survey.index[rows])
+            score, (top, hard) = soft.gather(1, given[:, None])[:, 0], soft.max(1)
+            kept = score > self.options.keep_above
+            # Class numbers as int32 and truth values as bytes: gloo and NCCL know few types.
+            hard, top = torch.where(kept, given, hard).int(), torch.where(kept, 1.0, top)
+            parts.append((hard, kept.to(torch.uint8), top, score, soft[~kept]))
+        hard, kept, top, score, soft_rows = map(torch.cat, zip(*parts))
+        del parts
+        hard, kept, top, score = map(survey.all_gather, (hard, kept, top, score))
+        corrected = kept == 0
+        counts = [int(part.sum()) for part in corrected.split(self.world.rank_slice_sizes(survey.total))]
+        place = torch.where(corrected, corrected.cumsum(0, dtype=torch.int32) - 1, -1)
+        return SoftLabels(hard, place, self.world.all_gather_rows(soft_rows, counts)), ~corrected, top, score
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if (whole := state_dict.pop(f"{prefix}soft", None)) is not None:  # of version 0.1: (N,K)
+            corrected = whole.max(1).values < 1
+            place = torch.where(corrected, corrected.cumsum(0, dtype=torch.int32) - 1, -1)
+            state_dict |= {f"{prefix}soft_place": place, f"{prefix}soft_rows": whole[corrected]}
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @property
     def beliefs(self) -> Beliefs | None:
@@ -178,7 +235,7 @@ def reconstruction_error(decoded_BF: Tensor, features_BF: Tensor, valid_B: Tenso
 def knn_label_distribution(
     z_nD: Tensor,
     bank_ND: Tensor,
-    soft_NK: Tensor,
+    soft_NK: Tensor | SoftLabels,
     k: int,
     temperature: float,
     block: int,
@@ -186,13 +243,14 @@ def knn_label_distribution(
 ) -> Tensor:
     """(n,K) mean soft label of the k nearest of the bank, weighted by exp(cosine / temperature).
 
-    `own_n` is the bank index of the sample itself, which does not count. Memory: block x (N + k*K).
+    `own_n` is the bank index of the sample itself, which does not count. Memory: block x k x K.
     """
     k = min(k, len(bank_ND) - (own_n is not None))
-    out = soft_NK.new_zeros(len(z_nD), soft_NK.shape[1])
-    for start in range(0, len(z_nD) if k else 0, block):
+    parts = [soft_NK[torch.zeros(0, dtype=torch.long, device=z_nD.device)]]  # (0,K)
+    for start in range(0, len(z_nD), block):
         rows = slice(start, start + block)
         own = None if own_n is None else own_n[rows]
-        cosine, neighbor = nearest_neighbors(z_nD[rows], bank_ND, k, own, block)
-        out[rows] = ((cosine / temperature).softmax(1)[:, :, None] * soft_NK[neighbor]).sum(1)
-    return out
+        bank_block = max(k, SIMILARITIES // block)
+        cosine, neighbor = nearest_neighbors(z_nD[rows], bank_ND, k, own, block, bank_block)
+        parts.append(soft_NK[neighbor].mul_((cosine / temperature).softmax(1)[:, :, None]).sum(1))
+    return torch.cat(parts)

@@ -15,6 +15,7 @@ from pipeline.data.batch import Batch, TrainingSet
 from pipeline.data.keyed_random import keyed_generator
 from pipeline.distributed.world import World
 from pipeline.methods.options import SFAOptions
+from pipeline.methods.parts.flag import Flag
 from pipeline.methods.parts.losses import cross_entropy, given_confidence
 from pipeline.methods.parts.survey import Survey
 from pipeline.methods.rolt import RoLT
@@ -29,7 +30,6 @@ class SFA(RoLT):
     counts: Tensor  # (2,K) labels each network trusts, by class
     mean: Tensor  # (2,K,D) float64: moving average of the centroids, by network
     square: Tensor  # (2,K,D) float64: of their squares
-    averaged: Tensor  # bool: whether `mean` and `square` are set
 
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__(config, data, world)
@@ -39,7 +39,7 @@ class SFA(RoLT):
         self.register_buffer("counts", torch.from_numpy(data.counts).float().repeat(2, 1))
         self.register_buffer("mean", torch.zeros(2, K, D, dtype=torch.float64))
         self.register_buffer("square", torch.zeros(2, K, D, dtype=torch.float64))
-        self.register_buffer("averaged", torch.zeros((), dtype=torch.bool))
+        self.has_average = Flag(self, "averaged")  # whether `mean` and `square` are set
 
     # -- beliefs ---------------------------------------------------------------------------------------------
 
@@ -53,8 +53,8 @@ class SFA(RoLT):
         super().begin_epoch(survey)
         if survey is None:
             return
-        self.averaged.fill_(True)
-        given, K = torch.from_numpy(self.data.given).to(self.belief.device, torch.long), self.data.classes
+        self.has_average.set(True)
+        given, K = self.data.given_on(self.belief.device), self.data.classes
         for n in range(2):
             trusted = given[self.belief[n] > self.options.threshold]
             self.counts[n].copy_(torch.bincount(trusted, minlength=K))
@@ -69,7 +69,7 @@ class SFA(RoLT):
         rows, given = self.normalize_features(survey[f"features{n}"]), self.data.labels(survey.index)
         candidates = (survey[f"balanced{n}"] > self.candidate_threshold).to(rows)
         fresh, count = self.centroids(rows, given, candidates)
-        keep = self.options.averaging if self.averaged else 0.0
+        keep = self.options.averaging if self.has_average else 0.0
         self.mean[n].lerp_(fresh, 1 - keep)
         self.square[n].lerp_(fresh.square(), 1 - keep)
         return self.clean_probability(survey, rows, self._draw_centroids(n, count > self.options.sampled_above))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import EllipsisType
 from typing import Generic, TypeVar
 
 import torch
@@ -53,13 +54,17 @@ class Network(nn.Module):
         if config.compile:
             self.backbone.compile()  # in place: state_dict names do not change
 
-    def forward(self, images: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, images: Tensor, mask: Tensor | None | EllipsisType = ...) -> tuple[Tensor, Tensor]:
         """(features, logits)
 
-        mask: (B,) 0 for rows that must not count in batch statistics, None if all count. `images` may be several views of
-        the B rows, one after the other.
+        mask: (B,) 0 for rows that must not count in batch statistics, None if all count; needed in training. `images` may be
+        several views of the B rows, one after the other.
         """
-        if mask is not None:
+        if isinstance(mask, EllipsisType):
+            if self.training:
+                raise TypeError("a network in training needs to know which rows count: pass batch.mask")
+            mask = None
+        elif mask is not None:
             mask = mask.repeat(len(images) // len(mask))
         with self.rows.use(mask):
             features = self.backbone(images)
@@ -77,6 +82,9 @@ class Average(nn.Module, Generic[M]):
     def __init__(self, network: M, decay: float) -> None:
         super().__init__()
         self.network = copy.deepcopy(network).requires_grad_(False)
+        for copied, module in zip(self.network.modules(), network.modules()):
+            if module._compiled_call_impl is not None:  # which deepcopy leaves out
+                copied.compile()
         self.decay = decay
 
     @torch.no_grad()
@@ -86,5 +94,9 @@ class Average(nn.Module, Generic[M]):
         if pairs:
             old, new = (list(part) for part in zip(*pairs))
             torch._foreach_lerp_(old, new, 1 - self.decay)
+        by_type: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}  # one kernel copies tensors of one type
         for copied, value in zip(self.network.buffers(), network.buffers()):
-            copied.copy_(value)
+            for part, tensor in zip(by_type.setdefault(value.dtype, ([], [])), (copied, value)):
+                part.append(tensor)
+        for copies, values in by_type.values():
+            torch._foreach_copy_(copies, values)

@@ -19,7 +19,8 @@ def explain_failure(error: BaseException, rank: int, where: object, timeout: flo
     if isinstance(error, MemoryError) or any(word in low for word in MEMORY):
         return (
             f"{place}: out of memory. Lower data.batch; or keep it and raise optim.accumulate (smaller "
-            "micro-batches), set model.checkpoint_activations=true or train.precision=bf16, or use more ranks. "
+            "micro-batches), set model.checkpoint_activations=true or train.precision=bf16, or use more ranks. If a "
+            "survey or an evaluation ran out of memory, set data.eval_batch below 64. "
             f"({text[:200]})"
         )
     if any(word in low for word in TIMEOUT):

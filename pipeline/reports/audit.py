@@ -107,8 +107,8 @@ def _survey(opened: OpenedRun, split: Split, refined: np.ndarray | None) -> tupl
 
     from pipeline.data.loader import open_loader
 
-    model, method = opened.model, opened.model.method
-    loader = open_loader(split, model.config.data, model.config.seed, method.world)
+    model, method, config = opened.model, opened.model.method, opened.model.config
+    loader = open_loader(split, config.data, config.seed, method.world, 1, config.model.channels_last)
     parts: list[list[np.ndarray]] = [[], [], [], []]
     with torch.no_grad():
         for index, images in loader.survey():

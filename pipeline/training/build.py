@@ -43,7 +43,8 @@ def build(config: Config, world: World) -> Trainer:
     )
     checkpoints.check_writable()
     method = _build_method(config, data.train, world)
-    resume = checkpoints.load()
+    own_rows = world.rank_slice(len(method.data))
+    resume = checkpoints.load(rows={f"method/{name}": own_rows for name in method.tables})
     if resume is not None:
         check_resumable(config, data.train, resume.tree, resume.name)
     tracker = _build_tracker(config, world, folder, data.train, resume)
@@ -85,8 +86,9 @@ def _open_data(config: Config, url: str, world: World) -> TrainingData:
     check_ranks(config.data.batch, config.optim.accumulate, config.data.mix_group, world.size)
     train = open_split(url, "train", config.data.cache)
     tests = {name: open_split(url, name, config.data.cache) for name in train.manifest.splits if name != "train"}
-    loader = open_loader(train, config.data, config.seed, world, config.optim.accumulate)
-    test_loaders = {name: open_loader(split, config.data, config.seed, world) for name, split in tests.items()}
+    data, seed, channels_last = config.data, config.seed, config.model.channels_last
+    loader = open_loader(train, data, seed, world, config.optim.accumulate, channels_last)
+    test_loaders = {name: open_loader(split, data, seed, world, 1, channels_last) for name, split in tests.items()}
     return TrainingData(train, tests, loader, test_loaders)
 
 

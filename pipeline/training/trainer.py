@@ -251,13 +251,10 @@ class Trainer:
     @torch.no_grad()
     def _survey(self) -> Survey:
         self.method.eval()
-        given = torch.from_numpy(self.method.data.given).to(
-            self.world.device, torch.long
-        )  # on the device: no host synchronisation per batch
 
         def outputs(index: Tensor, images: Tensor) -> dict[str, Tensor]:
             with self.autocast:
-                return self.method.survey_outputs(images, given[index])
+                return self.method.survey_outputs(images, self.method.data.labels(index))
 
         def dummy(images: Tensor) -> dict[str, Tensor]:
             return outputs(torch.zeros(len(images), dtype=torch.long, device=images.device), images)
@@ -277,10 +274,9 @@ class Trainer:
     def _accumulate_losses(self, losses: dict[str, Tensor], batch: Batch) -> None:
         """Sum losses on the device. The host reads them when the epoch ends."""
         self.images += batch.total + (batch.second.total if batch.second else 0)
-        share = torch.tensor(batch.share, dtype=torch.float64)
         for name, value in {**losses, STEPS: torch.ones_like(losses["loss"])}.items():
             total = self.loss_sums.get(name)
-            value = value.double() * share
+            value = value.double() * batch.share
             self.loss_sums[name] = value if total is None else total + value
 
     def _loss_sums_by_rank(self) -> dict[str, Tensor]:
@@ -293,7 +289,7 @@ class Trainer:
     def _own_loss_sum(self, sums_R: Tensor) -> Tensor:
         """This rank's part of saved sums; on another number of ranks rank 0 takes all."""
         if len(sums_R) == self.world.size:
-            own = sums_R[self.world.rank]
+            own = sums_R[self.world.rank].clone()  # a view would hold the whole checkpoint in memory
         else:
             own = sums_R.sum() * float(self.world.is_main)
         return own.to(self.world.device)
@@ -349,7 +345,7 @@ class Trainer:
                 "clean_counts": self.train_split.info.clean_counts,  # many, medium and few wherever it is evaluated
             },
             "position": asdict(self.position),
-            "method": self.engine.model_state_dict(),
+            "method": self._whole_tables(self.engine.model_state_dict()),
             "engine": self.engine.optimizer_state_dict(),
             "history": self.history,
             "epoch_metrics": self.epoch_metrics,
@@ -362,6 +358,11 @@ class Trainer:
                 "wait_seconds": self.wait_seconds,
             },
         }
+
+    def _whole_tables(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tables of the method (Method.register_table) whole on rank 0, which writes them; own rows on the others."""
+        sizes = self.world.rank_slice_sizes(len(self.method.data))
+        return state | {name: self.world.gather_rows(state[name], sizes) for name in sorted(self.method.tables)}
 
     def load_state_dict(self, state: TrainingState) -> None:
         self.engine.load_model_state_dict(state["method"])

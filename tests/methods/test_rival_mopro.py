@@ -151,7 +151,7 @@ def test_beliefs_are_the_corrections_and_a_changed_label_is_not_clean() -> None:
     assert [part.tolist() for part in beliefs.basis] == [beliefs.label.tolist(), beliefs.weight.tolist()]
 
 
-def test_the_last_stage_trains_the_classifier_alone_on_balanced_corrected_labels() -> None:
+def test_the_last_stage_trains_the_classifier_alone_on_balanced_corrected_labels(monkeypatch) -> None:
     method = mover(retrain_part=0.5)
     stages = method.stages()
     assert (stages[1].epochs, stages[1].trainable) == (4, ("network.head",))
@@ -160,7 +160,10 @@ def test_the_last_stage_trains_the_classifier_alone_on_balanced_corrected_labels
     method.prototypes.copy_(torch.eye(K, D))
     z = torch.zeros(N, D)
     z[torch.arange(N), torch.arange(N) % K] = 1  # sample i belongs to class i mod 3, whatever its label
-    method.begin_epoch(survey_of({"z": z, "linear": 9 * z[:, :K]}))
+    monkeypatch.setattr(method, "eval_forward", lambda images: (z, 9 * z[:, :K]))
+    outputs = method.survey_outputs(torch.empty(N), torch.from_numpy(method.data.given).long())
+    assert {value.shape for value in outputs.values()} == {(N,)}  # not K numbers of every sample
+    method.begin_epoch(survey_of(outputs))
     assert method.label.tolist() == [i % K for i in range(N)]
     method.used[::2] = 0
     (walk,) = method.passes()

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from peak_memory import peak_growth
 from rivals import Course, Pictures, batch_of, make_method, small_config, survey_of
 from torch.nn.functional import normalize
 
@@ -76,7 +77,7 @@ def test_labels_are_cleaned_as_published_over_two_epochs() -> None:
         assert method.kept.tolist() == expected["kept"]
         assert method.hard.tolist() == expected["hard"]
         assert method.used.tolist() == expected["used"]
-        assert method.soft.numpy() == pytest.approx(np.array(soft), abs=1e-5)
+        assert method.soft[torch.arange(N)].numpy() == pytest.approx(np.array(soft), abs=1e-5)
         beliefs = method.beliefs
         assert beliefs is not None
         assert beliefs.score.tolist() == pytest.approx(expected["score"], abs=1e-5)
@@ -175,8 +176,7 @@ def test_a_class_without_labelled_samples_keeps_its_prototype() -> None:
     method.prototypes.copy_(old)
     linear = torch.zeros(N, K)
     linear[:, 0] = 50  # everybody is of class 0, and no other label is kept
-    method.soft.zero_()
-    method.soft[:, 0] = 1
+    method.hard.zero_()
     method.set_epoch(MAIN, 3)
     method.begin_epoch(survey_of({"z": embedded(0).float(), "linear": linear}))
     assert torch.equal(method.prototypes[1:], old[1:])
@@ -209,3 +209,36 @@ def test_rows_without_a_label_never_mix_with_those_that_have_one() -> None:
     group = torch.tensor([0, 0, -1, 0, -1, 0])
     partner = pair_within(group, torch.arange(6), torch.arange(6)[None], 3)
     assert torch.equal(group[partner], group)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_that_of_the_corrected_samples_not_of_all_soft_labels() -> None:
+    samples, classes = 4000, 6000  # one float32 for each pair: 92 MB
+    settings = {"name": "rrl", "cleaning_start": 0.25, "neighbours": 4, "neighbour_block": 16}
+    config = small_config(settings, train={"epochs": 8})
+    labels = np.arange(samples, dtype=np.int32)
+    method, growth = peak_growth(lambda: make_method(config, labels, classes))
+    assert growth < 20
+    linear = torch.full((samples, classes), -1.0)
+    linear[torch.arange(samples), torch.from_numpy(labels).long()] = 20
+    linear[::20] = torch.randn(samples // 20, classes)  # every twentieth label will not be kept
+    survey = survey_of({"z": embedded(0, samples).float(), "linear": linear})
+    for epoch in (2, 3):
+        method.set_epoch(MAIN, epoch)
+        _, growth = peak_growth(lambda: method.begin_epoch(survey))
+        assert growth < 92  # less than one whole table
+        assert method.soft_rows.shape == (samples // 20, classes)
+        assert not method.kept[::20].any()
+        assert method.kept.sum() == samples - samples // 20
+
+
+def test_soft_labels_of_version_0_1_are_read() -> None:
+    method, whole = learner(), torch.eye(K)[torch.arange(N) % K]
+    whole[::4] = torch.rand(len(whole[::4]), K) / K
+    state = {name: value for name, value in method.state_dict().items() if not name.startswith("soft_")}
+    again = learner()
+    again.load_state_dict({**state, "soft": whole, "hard": whole.argmax(1)})
+    assert torch.equal(again.soft[torch.arange(N)], whole)
+    assert len(again.soft_rows) == len(whole[::4])

@@ -60,7 +60,7 @@ def test_a_network_on_one_rank_trains_as_torchs_own_to_the_bit() -> None:
     torch.manual_seed(0)
     plain = build_backbone(ModelConfig(width=4))[0]
     images = torch.randn(6, 3, 16, 16)
-    assert torch.equal(network(images)[0], plain(images))
+    assert torch.equal(network(images, None)[0], plain(images))
     assert all(torch.equal(v, network.backbone.state_dict()[k]) for k, v in plain.state_dict().items())
 
 
@@ -185,7 +185,11 @@ def test_recomputation_updates_running_statistics_once_and_keeps_the_mask(backbo
     for saving in (False, True):
         torch.manual_seed(0)
         network = Network(ModelConfig(backbone=backbone, width=4, checkpoint_activations=saving), 3, World())
-        outputs = [network(images[:4])[1], network(images, mask)[1], network(torch.cat([images, images]), mask)[1]]
+        outputs = [
+            network(images[:4], None)[1],
+            network(images, mask)[1],
+            network(torch.cat([images, images]), mask)[1],
+        ]
         sum((out.square() * (torch.arange(3) + 1)).sum() for out in outputs).backward()  # type: ignore[union-attr]
         names = {n.replace("_checkpoint_wrapped_module.", ""): p for n, p in network.named_parameters()}
         states.append(network.state_dict())

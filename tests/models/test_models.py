@@ -44,7 +44,7 @@ def test_group_norm_rows_do_not_see_each_other() -> None:
 
 def test_embeddings_are_unit_length_and_zero_stays_zero() -> None:
     network = Network(ModelConfig(width=8), 10, World(), embed=True)
-    features, logits = network(torch.randn(4, 3, 16, 16))
+    features, logits = network(torch.randn(4, 3, 16, 16), None)
     assert logits.shape == (4, 10)
     assert torch.allclose(network.embed(features).norm(dim=1), torch.ones(4), atol=1e-6)
     zero = unit(torch.zeros(2, 5, requires_grad=True))
@@ -59,7 +59,7 @@ def test_activation_checkpointing_changes_memory_not_mathematics() -> None:
     saving = Network(ModelConfig(width=8, norm="group", checkpoint_activations=True), 10, World())
     x = torch.randn(2, 3, 16, 16)
     for network in (plain, saving):
-        network(x)[1].sum().backward()
+        network(x, None)[1].sum().backward()
     for a, b in zip(plain.parameters(), saving.parameters()):
         assert torch.equal(a.grad, b.grad)
 
@@ -73,6 +73,36 @@ def test_the_average_follows_the_weights_and_never_learns() -> None:
     average.update(network)
     assert torch.allclose(average.network.head.bias, before + 0.1)
     assert not any(p.requires_grad for p in average.parameters())
+
+
+def test_the_average_copies_every_buffer_whatever_its_type() -> None:
+    network = Network(ModelConfig(width=8), 10).train()
+    average = Average(network, 0.9)
+    network(torch.randn(4, 3, 16, 16))
+    average.update(network)
+    kinds = {value.dtype for value in network.buffers()}
+    assert kinds == {torch.float32, torch.int64}  # statistics, and how many batches they are of
+    for copied, value in zip(average.network.buffers(), network.buffers(), strict=True):
+        assert torch.equal(copied, value)
+        assert copied.data_ptr() != value.data_ptr()
+
+
+def test_the_average_copies_many_buffers_at_once() -> None:
+    """One call for each type, not one for each of hundreds of buffers."""
+    network = Network(ModelConfig(width=8), 10)
+    average = Average(network, 0.9)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        average.update(network)
+    called = [event.name for event in profile.events()]
+    assert called.count("aten::_foreach_copy_") == 2
+    assert len(list(network.buffers())) > 2
+
+
+def test_the_average_of_a_compiled_network_is_compiled() -> None:
+    """It is the one that surveys and evaluates. Compilation itself waits for the first picture."""
+    network = Network(ModelConfig(width=8, compile=True), 10)
+    assert Average(network, 0.9).network.backbone._compiled_call_impl is not None
+    assert Average(Network(ModelConfig(width=8), 10), 0.9).network.backbone._compiled_call_impl is None
 
 
 def test_a_misspelt_backbone_is_answered_with_the_nearest_name() -> None:

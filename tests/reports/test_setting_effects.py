@@ -27,7 +27,7 @@ train.epochs train.precision
 INPUT = "model.pretrained deepspeed.config"
 NONE = """
 output engine table_cell
-data.loader data.threads data.prefetch data.max_bad data.cache.folder data.cache.max_gb data.cache.reserve_gb
+data.loader data.eval_batch data.threads data.prefetch data.max_bad data.cache.folder data.cache.max_gb data.cache.reserve_gb
 data.cache.prefetch data.cache.deadline
 model.checkpoint_activations model.channels_last model.compile
 method.neighbour_block

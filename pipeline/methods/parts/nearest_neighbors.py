@@ -34,9 +34,9 @@ def _search(query_bD: Tensor, bank_ND: Tensor, k: int, own_b: Tensor | None, ban
     for first in range(0, len(bank_ND), bank_block):
         similarity = query_bD @ bank_ND[first : first + bank_block].T
         if own_b is not None:
-            own = own_b - first
-            here = (own >= 0) & (own < similarity.shape[1])
-            similarity[here.nonzero()[:, 0], own[here]] = -torch.inf
+            own = (own_b - first)[:, None]
+            place = own.clamp(0, similarity.shape[1] - 1)
+            similarity.scatter_(1, place, torch.where(own == place, -torch.inf, similarity.gather(1, place)))
         top, place = _top(similarity, min(k, similarity.shape[1]))
         value, index = torch.cat([value, top], 1), torch.cat([index, place + first], 1)
         # Earlier parts have smaller indices and stand first, so a stable sort keeps the order of equal values.

@@ -27,6 +27,26 @@ def update_by_index(memory: Tensor, batch: Batch, value_B: Tensor, world: World,
 
 
 @torch.no_grad()
+def update_table(table_n: Tensor, batch: Batch, value_B: Tensor, world: World, total: int, keep: float) -> Tensor:
+    """The same for a table of `total` rows spread over ranks (Method.register_table); (B, ...) the new rows of the batch.
+
+    Every rank answers with the rows it holds, so that a step sends G rows twice and no rank needs the whole table.
+    """
+    value_B = value_B.to(table_n.dtype)
+    index_G, valid_G, value_G = (world.all_gather_rows(v, batch.rows) for v in (batch.index, batch.valid, value_B))
+    answer_G = torch.zeros_like(value_G)
+    if len(table_n):
+        own = world.rank_slice(total)
+        mine = _column((index_G >= own.start) & (index_G < own.stop), value_G)
+        row = (index_G - own.start).clamp(0, len(table_n) - 1)
+        change = (1 - keep) * (value_G - table_n[row])
+        real = mine & (_column(valid_G, value_G) > 0) & change.isfinite()
+        table_n.index_add_(0, row, torch.where(real, change, 0))
+        answer_G = torch.where(mine, table_n[row], 0)
+    return world.all_reduce_sum(answer_G)[own_rows(batch, world)]
+
+
+@torch.no_grad()
 def rank_in_batch(value_B: Tensor, batch: Batch, world: World) -> tuple[Tensor, Tensor]:
     """(B,) position of each row of this rank in the sorted global batch, and how many rows of that batch are valid.
 

@@ -23,9 +23,9 @@ class Survey:
     def __getitem__(self, name: str) -> Tensor:
         return self.outputs[name]
 
-    def all_gather(self, value: Tensor) -> Tensor:
-        """(N, ...): rows of all ranks in index order, on every rank."""
-        return self.world.all_gather_rows(value, self.world.rank_slice_sizes(self.total))
+    def all_gather(self, value: Tensor, out: Tensor | None = None) -> Tensor:
+        """(N, ...): rows of all ranks in index order, on every rank; written to `out` if it is given."""
+        return self.world.all_gather_rows(value, self.world.rank_slice_sizes(self.total), out=out)
 
 
 def take_survey(
@@ -35,17 +35,21 @@ def take_survey(
     world: World,
 ) -> Survey:
     """Run `outputs_of` over (index, images) batches of this rank's part and collect what it returns."""
-    indices: list[Tensor] = []
-    collected: dict[str, list[Tensor]] = {}
+    n, done = world.rank_slice_sizes(total)[world.rank], 0
+    index_n = torch.zeros(n, dtype=torch.long, device=world.device)
+    outputs: dict[str, Tensor] = {}
     for index, images in batches:
-        indices.append(index)
+        rows = slice(done, done := done + len(index))
+        index_n[rows] = index
         for name, value in outputs_of(index, images).items():
-            collected.setdefault(name, []).append(value if value.dtype == torch.float64 else value.float())
-    index = torch.cat(indices) if indices else torch.zeros(0, dtype=torch.long, device=world.device)
-    outputs = {name: torch.cat(parts) for name, parts in collected.items()}
+            value = value if value.dtype == torch.float64 else value.float()
+            if name not in outputs:  # whole from the start: joining parts in the end would hold everything twice
+                outputs[name] = value.new_empty(n, *value.shape[1:])
+            outputs[name][rows] = value
+    assert done == n, f"the survey saw {done} of {n} samples"
     if total < world.size:  # ranks without a sample take names and shapes from the others
         shapes = world.all_gather_object({name: tuple(value.shape[1:]) for name, value in outputs.items()})
         outputs = outputs or {
             n: torch.zeros(0, *shape, device=world.device) for n, shape in next(filter(None, shapes)).items()
         }
-    return Survey(index, outputs, total, world)
+    return Survey(index_n, outputs, total, world)
