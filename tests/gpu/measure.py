@@ -65,8 +65,16 @@ class FakeWorld(World):
 
 # One rank as on one GPU, in half precision; then one of many, in full precision and with averaged weights.
 SETUPS: dict[str, tuple[FakeWorld, int, list[str]]] = {
-    "one rank, bf16": (FakeWorld(), 64, ["data.batch=16", "train.precision=bf16", "model.channels_last=true"]),
-    "rank 3 of 8, fp32": (FakeWorld(3, 8), 128, ["data.batch=32", "data.augmix=none", "model.ema=0.9"]),
+    "one rank, bf16": (
+        FakeWorld(),
+        64,
+        ["data.batch=16", "data.eval_batch=16", "train.precision=bf16", "model.channels_last=true"],
+    ),
+    "rank 3 of 8, fp32": (
+        FakeWorld(3, 8),
+        128,
+        ["data.batch=32", "data.eval_batch=4", "data.augmix=none", "model.ema=0.9"],
+    ),
 }
 # What decides the length of a pass in the recipes, made small.
 TINY: dict[str, list[str]] = {

@@ -15,11 +15,11 @@ FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER))
 
 from cases import CASES  # noqa: E402
-from measure import BUDGETS, METHODS, differences  # noqa: E402
+from measure import BUDGETS, METHODS, SETUPS, differences, stage_names  # noqa: E402
 from ranks import worker_env  # noqa: E402
 
-# Methods whose step waits for the device, and why that is so. It should be empty.
-WAITING = {"mentornet": "quantile: a tensor without dimensions as an index is read by the host"}
+# Methods that wait for the device in a step, a survey batch or an evaluation batch, and why. It should be empty.
+WAITING = {"rrl": "its evaluation: nearest_neighbors breaks ties among neighbours by the rows that have them"}
 
 
 @pytest.fixture(scope="module")
@@ -49,22 +49,20 @@ def test_table_has_the_methods_there_are() -> None:
     assert sorted(json.loads(BUDGETS.read_text())) == sorted(METHODS)
 
 
-def test_no_step_and_no_survey_waits_for_the_device() -> None:
+def test_no_step_survey_or_evaluation_waits_for_the_device() -> None:
     waiting = {
         method
         for method, setups in json.loads(BUDGETS.read_text()).items()
         for rows in setups.values()
-        for batch, row in rows.items()
-        if row["syncs"] and not batch.startswith("evaluation")
+        if any(row["syncs"] for row in rows.values())
     }
     assert waiting == set(WAITING)
 
 
-def test_every_method_has_a_step_in_every_stage() -> None:
+def test_every_stage_of_every_method_is_measured() -> None:
     """A stage without a steady step would be measured by nothing."""
-    from measure import SETUPS, stage_names
-
     for method, setups in json.loads(BUDGETS.read_text()).items():
         for setup in SETUPS:
-            steps = {batch.partition(", epoch")[0] for batch in setups[setup] if batch.startswith("step in ")}
-            assert steps == {f"step in {name}" for name in stage_names(method)}
+            kinds = {batch.partition(", epoch")[0] for batch in setups[setup]}
+            assert {f"step in {name}" for name in stage_names(method)} <= kinds
+            assert any(kind.startswith("evaluation") for kind in kinds)
