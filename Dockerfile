@@ -1,8 +1,10 @@
 # The image of a training job. Base with Python 3.11 or newer; for GPUs take one with the CUDA libraries torch needs.
 #   docker build -t evenhand --build-arg COMMIT=$(git rev-parse HEAD) .
+# TORCH_OPTIONS goes to pip when it installs torch: --build-arg TORCH_OPTIONS="--index-url URL" takes a build for another CUDA version.
 #   docker run --rm -v $PWD:/work -w /work --user $(id -u) evenhand --nproc-per-node=2 -- train.epochs=3
 ARG BASE=python:3.11-slim
 FROM ${BASE} AS build
+ARG TORCH_OPTIONS=""
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY configs configs
@@ -10,7 +12,7 @@ COPY pipeline pipeline
 COPY shards shards
 COPY launch launch
 RUN python3 -m venv /opt/evenhand \
- && /opt/evenhand/bin/pip install --no-cache-dir -c constraints.txt torch==2.13.0 \
+ && /opt/evenhand/bin/pip install --no-cache-dir -c constraints.txt ${TORCH_OPTIONS} torch==2.13.0 torchvision==0.28.0 \
  && /opt/evenhand/bin/pip install --no-cache-dir -c constraints.txt ".[deepspeed,s3]"
 
 FROM ${BASE}

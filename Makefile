@@ -7,6 +7,8 @@ DEMO := demo
 SEED ?= 0
 # One thread per rank: on a small machine ranks that share cores would otherwise fight for them.
 RUN := OMP_NUM_THREADS=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 $(BIN)/torchrun --nproc_per_node=$(RANKS) --standalone --local-addr=127.0.0.1
+# Given to pip for torch alone: `make setup TORCH_OPTIONS="--index-url URL"` takes a build for another CUDA version.
+TORCH_OPTIONS ?=
 INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test lint format setup setup-test ffcv browser drill clean help
@@ -20,7 +22,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Evenhand needs Python 3.11 or newer; say which with: make PYTHON=python3.12"; exit 2; }
 	@echo "setting up $(VENV) (once; this downloads packages)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(INSTALL) torch==2.13.0
+	@$(INSTALL) $(TORCH_OPTIONS) torch==2.13.0 torchvision==0.28.0
 	@$(INSTALL) -e .
 	@touch $@
 

@@ -151,7 +151,9 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 def _report(ends: dict[int, dict[str, Any]], kind: str) -> int:
-    rank, end = next((rank, end) for rank, end in ends.items() if end["outcome"] == kind)
+    """Print why. Ranks stop and refuse together; of those that failed, the later ones may only have lost the first."""
+    those = [item for item in ends.items() if item[1]["outcome"] == kind]
+    rank, end = min(those, key=lambda item: item[1]["time"]) if kind == "failed" else those[0]
     print(f"{kind}: rank {rank}: {end['reason']}" if end["reason"] else f"{kind}.", file=sys.stderr)
     return exit_status.EXIT_CODES[kind]
 

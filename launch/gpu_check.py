@@ -146,7 +146,8 @@ class Pictures:
         self.shard_sizes = (count,)
         self.files = []
         for label in self.given:
-            pixels = rng.integers(0, 128, (size, size, 3)) + (label * 12, label % 3 * 40, 100 - label * 10)
+            colour = np.array([label * 12, label % 3 * 40, 100 - label * 10])
+            pixels = rng.integers(0, 128, (size, size, 3)) + colour
             file = io.BytesIO()
             Image.fromarray(pixels.astype(np.uint8)).save(file, "JPEG")
             self.files.append(file.getvalue())
@@ -315,8 +316,8 @@ def collectives(world: World, config: CheckConfig) -> Iterable[Row]:
     weight, previous = torch.rand(len(z)), torch.zeros(10, 50)
     expected, _ = class_prototypes(z, label, weight, previous, _alone(world))
     mine = slice(1000 * world.rank, 1000 * (world.rank + 1))
-    own = [part[mine].to(world.device) for part in (z, label, weight)]
-    gap = _gap(class_prototypes(*own, previous.to(world.device), world)[0], expected)
+    z, label, weight, previous = (part.to(world.device) for part in (z[mine], label[mine], weight[mine], previous))
+    gap = _gap(class_prototypes(z, label, weight, previous, world)[0], expected)
     yield Row("all-reduce of prototypes against the CPU", f"differs by {gap:.1e}", gap < 1e-6)
     rows = [3 + rank for rank in range(world.size)]
     wrong = []
@@ -387,7 +388,7 @@ def speed(world: World, config: CheckConfig) -> Iterable[Row]:
         (batch,) = run.batches(1)
         if world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        seconds = _seconds(lambda: run.engine.step(batch, 0.01), config.steps, world)
+        seconds = _seconds(run, batch, config.steps)
         shared = "shared by all ranks" if sync else "of each rank"
         yield Row(
             f"{config.backbone}, {config.size} px, {config.rows} per rank, bf16, statistics {shared}",
@@ -398,19 +399,24 @@ def speed(world: World, config: CheckConfig) -> Iterable[Row]:
         del run
 
 
-def _seconds(step: Callable[[], object], count: int, world: World) -> float:
+def _seconds(run: SmallRun, batch: Batch, count: int) -> float:
     """Per step, after two that warm up."""
+    started = 0.0
+    for number in range(-2, count):
+        if number == 0:
+            _finish(run.world)
+            started = time.perf_counter()
+        run.engine.step(batch, 0.01)
+    _finish(run.world)
+    return (time.perf_counter() - started) / count
+
+
+def _finish(world: World) -> None:
+    """Wait for the device."""
     import torch
 
-    wait = torch.cuda.synchronize if world.device.type == "cuda" else (lambda: None)
-    for _ in range(2):
-        step()
-    wait()
-    started = time.perf_counter()
-    for _ in range(count):
-        step()
-    wait()
-    return (time.perf_counter() - started) / count
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 CHECKS = (machine, conversion, batch_norm, one_step, collectives, copies, precisions, variants, speed)

@@ -87,7 +87,9 @@ class OptimConfig(Settings):
 class TrainConfig(Settings):
     epochs: PositiveInt = Field(50, description="epochs of the main stage")
     precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="fp32, bf16 autocast, or fp16 with a loss scaler")
-    device: NoEffect[Literal["auto", "cpu", "cuda"]] = Field("auto", description="auto takes CUDA where there is one")
+    tf32: bool = Field(True, description="CUDA: convolutions in fp32 may round to TF32, which is several times as fast; matrix products never do")
+    deterministic: NoEffect[bool] = Field(False, description="CUDA: two runs agree in every bit, at a lower speed; CPUs need no setting for it")
+    device: NoEffect[Literal["auto", "cpu", "cuda"]] = Field("auto", description="auto takes CUDA where there is one, and refuses a GPU that torch cannot use")
     log_every: NoEffect[PositiveInt] = Field(20, description="steps between NaN checks")
     timeout: NoEffect[PositiveFloat] = Field(600.0, description="seconds a collective may take before the job ends")
     max_bad_steps: NoEffect[NonNegativeInt] = Field(5, description="skipped steps in a row (gradient not finite) before the run stops")

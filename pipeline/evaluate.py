@@ -78,6 +78,10 @@ def _until_error(batches: Iterable[T], errors: list[UserError]) -> Iterator[T]:
         errors.append(error)
 
 
+class _OnAllRanks(UserError):
+    """Raised on every rank."""
+
+
 def raise_everywhere(world: World, error: UserError | None) -> None:
     """Called by all ranks: raises what any of them met, each sentence once, on every rank."""
     met: dict[str, list[int]] = {}
@@ -89,7 +93,7 @@ def raise_everywhere(world: World, error: UserError | None) -> None:
             sentence if len(ranks) == world.size else f"rank {', '.join(map(str, ranks))}: {sentence}"
             for sentence, ranks in met.items()
         ]
-        raise UserError("\n".join(lines))
+        raise _OnAllRanks("\n".join(lines))
 
 
 def _open(config: EvaluateConfig, world: World) -> tuple[OpenedRun, dict[str, Split]]:
@@ -126,13 +130,12 @@ def main(argv: list[str]) -> int:
     try:
         opened, splits = _open_together(config, world)
         results = {name: evaluate_split(opened, split, world) for name, split in splits.items()}
-    except UserError as shared:
+    except _OnAllRanks as shared:
         if world.is_main:
             cli.print_error(shared)
         world.barrier()  # torchrun ends the other ranks when the first one exits: not before the error is printed
         return EXIT_USER_ERROR
-    finally:
-        ranks.shutdown_distributed()
+    ranks.shutdown_distributed()  # not after an error: it would wait for operations that other ranks never join
     if world.is_main:
         for name, result in results.items():
             _print(name, opened, result)

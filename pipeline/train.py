@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from pipeline import config as configuration
@@ -21,33 +22,37 @@ def main(argv: list[str]) -> int:
     from pipeline.distributed.world import init_distributed, shutdown_distributed
     from pipeline.process.diagnose import explain_failure
     from pipeline.process.log import log, start_logging
+    from pipeline.process.torch_settings import apply_torch_settings
     from pipeline.training import run_folder
     from pipeline.training.build import build
 
     config = config.model_copy(update={"output": config.output or run_folder.default_folder(config)})
-    world = init_distributed(config.train.device, config.train.timeout)
+    apply_torch_settings(config.train)
+    rank = int(os.environ.get("RANK", "0"))
     trainer = None
     try:
-        start_logging(world.is_main)
+        start_logging(rank == 0)
+        world = init_distributed(config.train.device, config.train.timeout)
         trainer = build(config, world)
-        return train(trainer)
+        code = train(trainer)
     except UserError as error:
-        if world.is_main or not is_supervised():  # launch.entry prints what only another rank met
+        if rank == 0 or not is_supervised():  # launch.entry prints what only another rank met
             print_error(error)
         return write_exit_status("failed" if isinstance(error, Unreachable) else "refused", str(error))
     except Exception as error:
-        sentence = explain_failure(error, world.rank, trainer and trainer.position, config.train.timeout)
+        sentence = explain_failure(error, rank, trainer and trainer.position, config.train.timeout)
         log.error(sentence)
         write_exit_status("failed", sentence)
         raise
-    finally:
-        shutdown_distributed()
+    shutdown_distributed()  # not after an error: it would wait for operations that other ranks never join
+    return code
 
 
 def train(trainer: Trainer) -> int:
     """Train to the end, write the results, close everything; returns the exit code."""
     from pathlib import Path
 
+    from pipeline.checkpoints.checkpointer import SaveError
     from pipeline.distributed.step_sync import TrainingStopped
     from pipeline.process.log import log, start_logging
     from pipeline.training import final_outputs, run_folder
@@ -59,22 +64,31 @@ def train(trainer: Trainer) -> int:
     if world.is_main:
         start_logging(True, folder / "log.txt")
         run_folder.write_config(trainer.config, folder)
-    status: Status = "FAILED"
+        log.info(world.about)
     try:
         trainer.run()
         summary = final_outputs.write_final_outputs(trainer, folder)
-        status = "FINISHED"
     except TrainingStopped as stop:
-        status = "KILLED"
         log.warning("stopped (%s). Everything is saved; the same command goes on from here", stop)
+        _close(trainer, "KILLED")
         return write_exit_status("stopped", str(stop))
-    finally:
-        trainer.tracker.finish(status)
-        trainer.checkpoints.close()
+    except BaseException:
+        try:
+            _close(trainer, "FAILED")
+        except SaveError as second:  # the first error is the one that ends the run
+            log.warning("%s", second)
+        raise
+    _close(trainer, "FINISHED")
     if summary:
         final_outputs.record_mlflow_run(folder, summary, trainer.tracker.run_id)
         log.info("best %.2f  last %.2f  in %.0f s: %s", summary["best"], summary["last"], summary["seconds"], folder)
     return write_exit_status("finished")
+
+
+def _close(trainer: Trainer, status: Status) -> None:
+    """Send what MLflow has not got yet, and wait for the last checkpoint; SaveError if it cannot be written."""
+    trainer.tracker.finish(status)
+    trainer.checkpoints.close()
 
 
 def start() -> None:

@@ -10,6 +10,7 @@ _KEYS = {"found": "epoch_metrics", "sums": "loss_sums"}
 _POSITION = {"begun": "epoch_started", "walk": "pass_index", "steps": "global_step"}
 _ENGINE = {"bad": "nonfinite_steps"}
 _DATA = {"ahead": "prefetch"}
+_TRAIN = {"tf32": True}  # settings that came later, with the value that was in use before
 _PARAMS = {"data.ahead": "data.prefetch", "data.cache.ahead": "data.cache.prefetch"}
 
 
@@ -25,6 +26,8 @@ def upgrade_checkpoint(tree: Tree) -> Tree:
 
 def upgrade_config(tree: Tree) -> Tree:
     """Settings stored with a checkpoint or a model."""
+    if "train" in tree:
+        tree = {**tree, "train": _TRAIN | tree["train"]}
     if "data" not in tree:
         return tree
     data = _renamed(tree["data"], _DATA)
@@ -33,9 +36,9 @@ def upgrade_config(tree: Tree) -> Tree:
     return {**tree, "data": data}
 
 
-def upgrade_param(name: str) -> str:
-    """The name of a parameter of an MLflow run (a setting by its dotted name)."""
-    return _PARAMS.get(name, name)
+def upgrade_params(params: dict[str, str]) -> dict[str, str]:
+    """The parameters of an MLflow run (settings by their dotted names)."""
+    return {f"train.{key}": str(value) for key, value in _TRAIN.items()} | _renamed(params, _PARAMS)
 
 
 def _renamed(tree: Tree, names: dict[str, str]) -> Tree:

@@ -10,7 +10,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -23,6 +23,7 @@ import torch
 from pipeline.config import DataConfig
 from pipeline.data.loader import Filled, Loader, Part, Samples
 from pipeline.data.partition import MicroBatch
+from pipeline.distributed.device import use_device
 from pipeline.distributed.world import World
 from shards.base.errors import UserError
 
@@ -59,7 +60,7 @@ class BetonLoader(Loader):
         self, todo: Iterator[MicroBatch], views: tuple[str, ...], order_key: int, prefetch: Callable[[np.ndarray], None]
     ) -> Generator[Filled]:
         cropped = self._cropped(list(todo), views, order_key)
-        coordinator = ThreadPoolExecutor(1, thread_name_prefix="decode")
+        coordinator = self._threads(1)
         pending: deque[Future[Filled | None]] = deque()
         try:
             while True:
@@ -78,8 +79,8 @@ class BetonLoader(Loader):
     def _cropped(self, micros: list[MicroBatch], views: tuple[str, ...], order_key: int) -> Generator[Filled]:
         """Pictures arrive in the order of all rows of all micro-batches, in runs of FFCV's own length."""
         samples = np.concatenate([rows.index for micro in micros for rows in micro.parts] or [np.zeros(0)])
-        arrivals = self._source.decoded(samples)
-        pool = ThreadPoolExecutor(self.config.threads, thread_name_prefix="decode")
+        arrivals = self._source.decoded(samples, self.world.device)
+        pool = self._threads(self.config.threads)
         work: list[Future[None]] = []
         run, used = np.zeros((0, 0), np.uint8), 0
         try:
@@ -175,13 +176,21 @@ class _Beton:
         start = self._pointers[index]
         return self._bytes[start : start + self._sizes[index]].tobytes()
 
-    def decoded(self, samples: np.ndarray) -> Generator[np.ndarray]:
-        """(n, longest) uint8 runs of flat pictures, each valid until the next is asked for."""
+    def decoded(self, samples: np.ndarray, device: torch.device) -> Generator[np.ndarray]:
+        """(n, longest) uint8 runs of flat pictures, each valid until the next is asked for.
+
+        With CUDA, FFCV makes streams in the calling thread and events in one of its own: both must be on the device.
+        """
         from ffcv.loader.epoch_iterator import EpochIterator
+
+        class Epoch(EpochIterator):  # type: ignore[misc]
+            def run(self) -> None:
+                use_device(device)
+                super().run()
 
         if not len(samples):
             return
-        epoch = EpochIterator(self._loader, samples.astype(np.uint64))
+        epoch = Epoch(self._loader, samples.astype(np.uint64))
         try:
             while True:
                 try:

@@ -26,6 +26,7 @@ from pipeline.data.crops import DRAWS, GREY, Views, center_crop
 from pipeline.data.decode import DecodeError, decode
 from pipeline.data.keyed_random import uniform
 from pipeline.data.partition import MicroBatch, RankBatch, micro_batches, survey_batches
+from pipeline.distributed.device import use_device
 from pipeline.distributed.world import World
 from shards.base.errors import UserError
 from shards.picture import MAX_PIXELS
@@ -151,7 +152,7 @@ class Loader:
         self, todo: Iterator[MicroBatch], views: tuple[str, ...], order_key: int, prefetch: Callable[[np.ndarray], None]
     ) -> Generator[Filled]:
         """Micro-batches in order with their pixels, `prefetch` more are decoded while the consumer has one."""
-        pool = ThreadPoolExecutor(self.config.threads, thread_name_prefix="decode")
+        pool = self._threads(self.config.threads)
         pending: deque[tuple[Filled, list[Future[None]]]] = deque()
         try:
             while True:
@@ -171,6 +172,10 @@ class Loader:
                 yield filled
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+    def _threads(self, count: int) -> ThreadPoolExecutor:
+        """Threads of this loader, each on the device of the rank."""
+        return ThreadPoolExecutor(count, "decode", initializer=use_device, initargs=(self.world.device,))
 
     def _submit(self, pool: ThreadPoolExecutor, work: Callable[..., None], part: Part) -> list[Future[None]]:
         """The rows of a part, split into one run per thread."""

@@ -16,11 +16,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
+from pipeline.distributed.device import choose_device, compare_devices, describe, use_device
 from pipeline.distributed.step_timer import StepTimer
 
 T = TypeVar("T")
-
 CPU = torch.device("cpu")
 GATHER_BYTES = 64 << 20  # beside the result; gloo takes as much again
 
@@ -31,6 +33,7 @@ class World:
     size: int = 1
     local_rank: int = 0
     device: torch.device = CPU
+    about: str = ""  # how many ranks, on which devices, by which torch
     timer: StepTimer = field(default_factory=StepTimer, compare=False, repr=False)
 
     @property
@@ -159,17 +162,22 @@ def init_distributed(device: str = "auto", timeout_seconds: float = 600.0) -> Wo
     size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    where = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
-    if use_cuda:
-        torch.cuda.set_device(where)
-    elif size > 1:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
+    where = choose_device(device, local_rank)
+    use_device(where)
+    kinds = [describe(where)]
+    if size > 1 and where == CPU:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
     if size > 1 and not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
-    return World(rank, size, local_rank, where)
+        timeout = timedelta(seconds=timeout_seconds)
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        kinds = compare_devices(store, rank, size, kinds[0])
+        backend = "gloo" if where == CPU else "cpu:gloo,cuda:nccl"
+        store = PrefixStore("default_pg", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    about = f"{size} {'ranks' if size > 1 else 'rank'} on {', '.join(kinds)}, torch {torch.__version__}"
+    return World(rank, size, local_rank, where, about)
 
 
 def shutdown_distributed() -> None:

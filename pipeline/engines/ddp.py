@@ -70,6 +70,9 @@ class TorchEngine:
                     broadcast_buffers=False,
                     init_sync=first,
                     gradient_as_bucket_view=True,
+                    # DDP arranges its buckets anew after the first step, unless it looks for unused parameters. A
+                    # restart would then add gradients of three or more ranks in another order.
+                    find_unused_parameters=self.config.train.deterministic,
                 )
 
     def step(self, batch: Batch, lr: float) -> dict[str, Tensor]:

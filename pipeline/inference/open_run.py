@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,9 @@ import numpy as np
 import torch
 
 from pipeline.checkpoints.checkpointer import Loaded, read_checkpoint
+from pipeline.distributed.device import choose_device, use_device
 from pipeline.inference.model import MODEL_INFO, Model, load_exported, placeholder_labels, restore
+from pipeline.process.torch_settings import apply_torch_settings
 from pipeline.tracking.tracker import tracking_uri
 from shards.base.errors import UserError
 from shards.base.redact import one_line, redact
@@ -61,11 +64,18 @@ def shards_url(run: str, url: str, own: str) -> str:
 
 
 def open_run(run: str, uri: str = "", best: bool = False, shards: str = "", own_labels: bool = False) -> OpenedRun:
-    """The model of a run. `best`: of the best checkpoint instead of the newest.
+    """The model of a run; this process computes as precisely as its training did. `best`: of the best checkpoint instead
+    of the newest.
 
     `own_labels`: load the training labels too, from the run's shards or from `shards`; beliefs about single samples
     need them.
     """
+    opened = _open(run, uri, best, shards, own_labels)
+    apply_torch_settings(opened.model.config.train)
+    return opened
+
+
+def _open(run: str, uri: str, best: bool, shards: str, own_labels: bool) -> OpenedRun:
     if _RUN_ID.fullmatch(run) and not Path(run).exists():
         return _mlflow_run(run, tracking_uri(uri), best, shards, own_labels)
     single = run.startswith(("models:/", "runs:/")) or (Path(run) / MODEL_INFO).is_file()
@@ -79,7 +89,10 @@ def open_run(run: str, uri: str = "", best: bool = False, shards: str = "", own_
 
 
 def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """The GPU of this rank, or the first; the CPU where there is none."""
+    device = choose_device(local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+    use_device(device)
+    return device
 
 
 def _exported(folder: Path, name: str) -> OpenedRun:

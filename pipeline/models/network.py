@@ -54,7 +54,7 @@ class Network(nn.Module):
         if config.compile:
             self.backbone.compile()  # in place: state_dict names do not change
 
-    def forward(self, images: Tensor, mask: Tensor | None | EllipsisType = ...) -> tuple[Tensor, Tensor]:
+    def forward(self, images: Tensor, mask: Tensor | EllipsisType | None = ...) -> tuple[Tensor, Tensor]:
         """(features, logits)
 
         mask: (B,) 0 for rows that must not count in batch statistics, None if all count; needed in training. `images` may be

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -54,10 +55,10 @@ def write_exit_status(outcome: Outcome, reason: str = "") -> int:
     rank = int(os.environ.get("RANK", "0"))
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    text = json.dumps({"outcome": outcome, "reason": reason, "attempt": attempt, "ranks_here": here})
+    told = {"outcome": outcome, "reason": reason, "attempt": attempt, "ranks_here": here, "time": time.monotonic()}
     path = Path(folder) / f"rank-{rank}.json"
     try:
-        atomic_write(path, text)
+        atomic_write(path, json.dumps(told))
     except OSError:  # a full disk must not turn the end of a run into a crash
         return EXIT_CODES[outcome]
     return EXIT_CODES["failed"] if outcome == "failed" else 0

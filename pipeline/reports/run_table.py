@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.checkpoints.upgrade import upgrade_param
+from pipeline.checkpoints.upgrade import upgrade_params
 from pipeline.config import Config
 from shards.base.errors import UserError
 from shards.base.redact import redact
@@ -122,8 +122,8 @@ def _read_runs(client: MlflowClient, uri: str, experiments: Sequence[str]) -> li
 
 def _result(client: MlflowClient, run: Run) -> Result:
     info, data = run.info, run.data
-    params = {upgrade_param(key): value for key, value in data.params.items()}
     metrics, tags = dict(data.metrics), dict(data.tags)
+    params = upgrade_params(data.params)
     return Result(info.run_id, info.run_name or "", info.status, params, metrics, tags, _figure_data(client, run))
 
 

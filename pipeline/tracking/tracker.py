@@ -122,10 +122,10 @@ class Tracker(NullTracker):
         return {"job": self._job, "run_id": self.run_id, "offset": self._journal.size}
 
     def finish(self, status: Status, wait: float | None = None) -> bool:
-        """Without `wait`: a minute; ten seconds for a job that was stopped or whose server has not answered."""
+        """Without `wait`: a minute; ten seconds for a job that was stopped or has failed, or whose server does not answer."""
         self._journal.append({"kind": "end", "time": now(), "status": status})
         if wait is None:
-            wait = 10.0 if self._failures or status == "KILLED" else 60.0
+            wait = 10.0 if self._failures or status != "FINISHED" else 60.0
         self._closing.set()
         self._wake.set()
         until = time.monotonic() + wait

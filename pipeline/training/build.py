@@ -48,18 +48,12 @@ def build(config: Config, world: World) -> Trainer:
     if resume is not None:
         check_resumable(config, data.train, resume.tree, resume.name)
     tracker = _build_tracker(config, world, folder, data.train, resume)
-    trainer = Trainer(
-        config,
-        world,
-        method,
-        make_engine(config, method, world),
-        data,
-        checkpoints,
-        tracker,
-        stop_request,
-        _sample_log(config, folder, world),
-        resume,
-    )
+    try:
+        engine, on_batch = make_engine(config, method, world), _sample_log(config, folder, world)
+        trainer = Trainer(config, world, method, engine, data, checkpoints, tracker, stop_request, on_batch, resume)
+    except BaseException:
+        tracker.finish("FAILED")
+        raise
     if tracker.lost:  # the journal is gone: log the saved metrics again
         for epoch, metrics in enumerate(trainer.history, 1):
             tracker.log(epoch, metrics)

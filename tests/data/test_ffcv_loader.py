@@ -15,6 +15,8 @@ from pipeline.config import DataConfig
 from pipeline.data import sampling
 from pipeline.data.batch import Batch, Pass
 from pipeline.data.loader import Loader, open_loader
+from pipeline.data.partition import survey_batches
+from pipeline.distributed.device import use_device
 from pipeline.distributed.world import World
 from shards import beton
 from shards.base.errors import UserError
@@ -131,6 +133,39 @@ def test_an_abandoned_walk_leaves_no_thread(photographs, loaders):
     assert running() > before
     batches.close()
     assert running() == before
+
+
+@pytest.mark.parametrize("kind", ["ffcv", "tar"])
+def test_every_thread_chooses_the_device_of_its_rank(kind, photographs, loaders, monkeypatch):
+    """Without a GPU: which threads work, and which device each has chosen before. One that has not would use GPU 0."""
+    loader, device = loaders[kind == "tar"], torch.device("cuda", 3)
+    chosen: dict[int, torch.device] = {}
+    worked: dict[str, set[torch.device | None]] = {}
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.update({threading.get_ident(): device}))
+
+    def watch(owner: type, name: str) -> None:
+        work = getattr(owner, name)
+
+        def watched(*args):
+            worked.setdefault(name, set()).add(chosen.get(threading.get_ident()))
+            return work(*args)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    from ffcv.loader.epoch_iterator import EpochIterator
+
+    watch(EpochIterator, "__init__")  # makes streams
+    watch(EpochIterator, "run_pipeline")
+    watch(type(loader), "_crop_views")
+    watch(type(loader), "_draw_random")  # takes pinned buffers
+    monkeypatch.setattr(loader, "world", World(1, 2, 3, device))
+    use_device(device)
+    micros = survey_batches(slice(0, len(photographs)), 8)
+    filled = list(loader._fill(micros, ("test",), 0, lambda samples: None))
+    assert len(filled) == -(-len(photographs) // 8)
+    assert worked.keys() >= ({"_crop_views", "_draw_random"} if kind == "tar" else {"__init__", "run_pipeline"})
+    assert all(devices == {device} for devices in worked.values()), worked
+    assert len(chosen) > 1
 
 
 def test_the_file_may_vanish_once_it_is_open(photographs, tmp_path, monkeypatch):

@@ -86,5 +86,6 @@ def test_a_run_of_version_0_1_in_mlflow_is_averaged_with_newer_ones() -> None:
         info = SimpleNamespace(run_id="a", run_name="", status="RUNNING")
         return _result(None, SimpleNamespace(info=info, data=SimpleNamespace(params=params, metrics={}, tags={})))
 
-    old, new = {"data.ahead": "4", "data.cache.ahead": "2"}, {"data.prefetch": "8", "data.cache.prefetch": "1"}
+    old = {"data.ahead": "4", "data.cache.ahead": "2"}
+    new = {"data.prefetch": "8", "data.cache.prefetch": "1", "train.tf32": "True"}
     assert run(**old).settings == run(**new).settings

@@ -22,7 +22,7 @@ data.augmix_severity data.strong_mean data.strong_std data.mix_group data.shuffl
 model.backbone model.width model.norm model.embedding model.ema model.sync_batchnorm
 optim.lr optim.momentum optim.weight_decay optim.schedule optim.final_lr optim.milestones optim.decay
 optim.restart_epochs optim.warmup_epochs optim.clip optim.accumulate
-train.epochs train.precision
+train.epochs train.precision train.tf32
 """
 INPUT = "model.pretrained deepspeed.config"
 NONE = """
@@ -31,7 +31,7 @@ data.loader data.eval_batch data.threads data.prefetch data.max_bad data.cache.f
 data.cache.prefetch data.cache.deadline
 model.checkpoint_activations model.channels_last model.compile
 method.neighbour_block
-train.device train.log_every train.timeout train.max_bad_steps train.deadline_minutes train.stop_file train.sample_log
+train.deterministic train.device train.log_every train.timeout train.max_bad_steps train.deadline_minutes train.stop_file train.sample_log
 checkpoint.url checkpoint.every_epochs checkpoint.every_steps checkpoint.every_minutes checkpoint.keep
 checkpoint.background
 tracking.uri tracking.experiment tracking.run_name tracking.parent tracking.tags tracking.log_model
