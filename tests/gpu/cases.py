@@ -5,12 +5,14 @@ python tests/gpu/cases.py FILE      run every case, measure every method, write 
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,8 +26,10 @@ import torch
 from fake_cuda import CUDA, DeviceTensor, Event, FakeCuda, fake_ranks
 from rivals import MemorySplit, Pictures
 from torch import Tensor, nn
+from torch.distributed import HashStore
 from torch.nn import functional as F
 
+from launch import sweep
 from pipeline.checkpoints.checkpointer import Checkpointer
 from pipeline.data.batch import Batch, Pass
 from pipeline.data.loader import Loader
@@ -375,19 +379,53 @@ def a_checkpoint_is_copied_without_waiting_for_each_tensor() -> None:
 
 
 @case
+def rows_of_all_ranks_are_gathered_into_place_if_all_have_equally_many() -> None:
+    with FakeCuda() as device, fake_ranks(3, 8):
+        world, rows = World(3, 8, 0, CUDA), torch.full((2, 1), 5.0, device="cuda")
+        device.mark()
+        even = world.all_gather_rows(rows, [2] * 8)
+        assert (device.counts.collectives, device.counts.operators) == (1, 0)  # no copy
+        assert even.tolist() == [[5.0]] * 16
+        uneven = world.all_gather_rows(rows[:1], [2, 2, 2, 1, 2, 2, 2, 2])
+        assert uneven.shape == (15, 1)
+        assert device.counts.collectives == 2
+
+
+@case
+def ddp_is_told_the_gpu_of_its_rank() -> None:
+    world = measure.FakeWorld(3, 8, 0)
+    with FakeCuda(), fake_ranks(3, 8):
+        trainer = measure.trainer_of(measure.tiny_config("cross_entropy", "data.batch=32"), world, 64)
+        trainer.engine.begin_stage(trainer.method.stages()[0], resuming=False)
+        wrapped = trainer.engine.wrapped  # type: ignore[attr-defined]
+        assert (wrapped.device_ids, wrapped.device) == ([0], CUDA)
+
+
+@case
 def a_rank_takes_the_gpu_of_its_number_before_it_joins_the_group() -> None:
     calls: list[tuple[str, Any]] = []
-    ranks = {"WORLD_SIZE": "8", "RANK": "5", "LOCAL_RANK": "1"}
+    ranks = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "1"}
+    store = HashStore()
+    store.set("device/1", "cuda (fake)")
     with (
         FakeCuda(),
         mock.patch.dict("os.environ", ranks),
         mock.patch.object(torch.cuda, "set_device", lambda device: calls.append(("device", device))),
+        mock.patch("pipeline.distributed.world.rendezvous", side_effect=lambda *_, **__: iter([(store, 0, 2)])),
         mock.patch("torch.distributed.init_process_group", lambda backend, **_: calls.append(("group", backend))),
     ):
         for wish in ("cuda", "auto"):
             world = init_distributed(wish)
-            assert (world.rank, world.size, world.local_rank, world.device) == (5, 8, 1, torch.device("cuda", 1))
+            assert (world.rank, world.size, world.local_rank, world.device) == (0, 2, 1, torch.device("cuda", 1))
+            assert "2 ranks on cuda (fake)" in world.about
         assert calls == 2 * [("device", torch.device("cuda", 1)), ("group", "cpu:gloo,cuda:nccl")]
+
+
+@case
+def the_results_of_a_sweep_say_that_there_was_a_gpu() -> None:
+    with FakeCuda(), tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
+        sweep._write(Path(folder), [{"method": "crt", "runs": {}}], [])
+        assert json.loads((Path(folder) / "results.json").read_text())["made"]["machine"].endswith(", CUDA")
 
 
 def main() -> None:
