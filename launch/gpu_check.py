@@ -44,6 +44,7 @@ class CheckConfig(Settings):
     size: PositiveInt = Field(299, description="side of its pictures")
     rows: PositiveInt = Field(16, description="pictures per GPU and step in these checks")
     steps: PositiveInt = Field(8, description="timed steps")
+    only: tuple[str, ...] = Field((), description="names of checks; empty = all")
 
 
 COMMAND = cli.Command(PROG, ABOUT, CheckConfig)
@@ -51,6 +52,7 @@ COMMAND = cli.Command(PROG, ABOUT, CheckConfig)
 
 def main(argv: list[str]) -> int:
     config = COMMAND.load(argv)
+    _chosen(config.only)
     if "LOCAL_RANK" in os.environ:
         return _check_all(config)
     ranks = config.ranks or _count_gpus(config.device)
@@ -92,7 +94,7 @@ def _check_all(config: CheckConfig) -> int:
     failed = 0
     if world.is_main:
         print("| check | seen | |\n|---|---|---|", flush=True)
-    for check in CHECKS:
+    for check in _chosen(config.only):
         started = time.monotonic()
         for row in _rows_of(check, world, config):
             worst = _worst(world.all_gather_object(row))
@@ -105,6 +107,13 @@ def _check_all(config: CheckConfig) -> int:
         print(f"\n{failed} of the checks failed." if failed else "\nAll checks passed.")
     shutdown_distributed()
     return int(failed > 0)
+
+
+def _chosen(only: tuple[str, ...]) -> list[Check]:
+    names = [check.__name__ for check in CHECKS]
+    if wrong := set(only) - set(names):
+        raise UserError(f"only: there is no check {', '.join(sorted(wrong))}. There are {', '.join(names)}.")
+    return [check for check in CHECKS if not only or check.__name__ in only]
 
 
 def _rows_of(check: Check, world: World, config: CheckConfig) -> Iterator[Row]:
