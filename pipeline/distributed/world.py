@@ -6,10 +6,10 @@ Every rank calls every collective, in the same order. With one rank they cost no
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from pipeline.distributed.device import choose_device, compare_devices, describe, use_device
+from pipeline.distributed.long_work import wait_for_work
 from pipeline.distributed.step_timer import StepTimer
+from shards.base.errors import UserError
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -77,6 +79,27 @@ class World:
             dist.broadcast_object_list(objects, src=0)
         shared: T = objects[0]
         return shared
+
+    def on_main(self, work: Callable[[], T]) -> T:
+        """Rank 0's result, on every rank. The work may take longer than a collective may; all ranks raise a UserError of it."""
+
+        def attempt() -> tuple[T | None, UserError | None]:
+            try:
+                return work(), None
+            except UserError as error:
+                return None, error
+
+        if self.size == 1:
+            return work()
+        outcome = wait_for_work(self.rank, self.size, attempt if self.is_main else None)
+        value, problem = self.broadcast_object(outcome)
+        if problem is not None:
+            raise problem
+        return cast(T, value)
+
+    def each_rank(self, work: Callable[[], T]) -> T:
+        """This rank's result, when all ranks have theirs. The work may take longer than a collective may."""
+        return work() if self.size == 1 else cast(T, wait_for_work(self.rank, self.size, work))
 
     def all_gather_object(self, value: T) -> list[T]:
         """One object of every rank, on every rank."""
