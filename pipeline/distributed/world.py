@@ -19,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from pipeline.distributed.device import choose_device, compare_devices, describe, use_device
 from pipeline.distributed.long_work import wait_for_work
+from pipeline.distributed.network import set_interface
 from pipeline.distributed.step_timer import StepTimer
 from shards.base.errors import UserError
 
@@ -150,6 +151,7 @@ def init_distributed(device: str = "auto", timeout_seconds: float = 600.0) -> Wo
     if size > 1 and where == CPU:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
     if size > 1 and not dist.is_initialized():
+        set_interface(size, local_size)
         timeout = timedelta(seconds=timeout_seconds)
         store, _, _ = next(rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)
