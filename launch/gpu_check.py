@@ -44,7 +44,7 @@ class CheckConfig(Settings):
     size: PositiveInt = Field(299, description="side of its pictures")
     rows: PositiveInt = Field(16, description="pictures per GPU and step in these checks")
     steps: PositiveInt = Field(8, description="timed steps")
-    only: tuple[str, ...] = Field((), description="names of checks; empty = all")
+    only: tuple[str, ...] = Field((), description="names of checks, such as [batch_norm, speed]; empty = all")
 
 
 COMMAND = cli.Command(PROG, ABOUT, CheckConfig)

@@ -30,7 +30,7 @@ def verdicts(table: str) -> dict[str, str]:
 
 @pytest.mark.dist
 def test_every_check_passes_on_cpu_ranks() -> None:
-    done = gpu_check(f"only={','.join(QUICK)}")
+    done = gpu_check(f"only=[{','.join(QUICK)}]")
     assert done.returncode == 0, done.stdout + done.stderr
     found = verdicts(done.stdout)
     assert "All checks passed." in done.stdout
@@ -40,7 +40,7 @@ def test_every_check_passes_on_cpu_ranks() -> None:
 
 @pytest.mark.slow
 def test_settings_that_must_not_change_the_result_do_not() -> None:
-    done = gpu_check("only=variants")
+    done = gpu_check("only=[variants]")
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(verdicts(done.stdout)) == 3
 
@@ -52,7 +52,7 @@ def test_a_check_that_fails_on_one_rank_is_shown_with_its_rank() -> None:
 
 
 def test_an_unknown_check_is_named() -> None:
-    done = gpu_check("only=sped")
+    done = gpu_check("only=[sped]")
     assert done.returncode == 2
     assert "no check sped" in done.stderr
     assert "speed" in done.stderr
