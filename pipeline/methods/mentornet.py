@@ -32,7 +32,9 @@ def quantile(values_G: Tensor, valid_G: Tensor, part: float) -> Tensor:
     position = (part * last).clamp_min(0)
     low = position.floor().long()
     high = torch.minimum(low + 1, last.clamp_min(0))
-    value = torch.lerp(ordered[low].double(), ordered[high].double(), position.double() - low).to(values_G.dtype)
+    value = torch.lerp(ordered.take(low).double(), ordered.take(high).double(), position.double() - low).to(
+        values_G.dtype
+    )
     return torch.where(last >= 0, value, 0)
 
 
