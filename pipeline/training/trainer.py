@@ -336,7 +336,8 @@ class Trainer:
 
     def _save(self, best: bool = False, wait: bool = False) -> None:
         self.last_save = time.monotonic()
-        self.checkpoints.save(self.position.global_step, self.state_dict(), best=best, wait=wait)
+        gathered = {f"method/{name}" for name in self.method.tables} if self.world.size > 1 else set()
+        self.checkpoints.save(self.position.global_step, self.state_dict(), best=best, wait=wait, uncopied=gathered)
 
     def state_dict(self) -> TrainingState:
         """Everything a checkpoint holds. Called by all ranks together."""
