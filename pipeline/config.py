@@ -8,7 +8,7 @@ recipe counts, so that all methods share one budget (epochs, batch, optimiser) a
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -174,7 +174,40 @@ def _section(tree: Tree, key: str) -> Tree:
     return part
 
 
-COMMAND = cli.Command(PROG, ABOUT, Config, combine=combine, configs=CONFIGS)
+OPTIONS = (
+    ("--estimate", "print how much memory the run would need on each rank, and do nothing else; beside it:"),
+    ("--ranks", "for so many ranks; WORLD_SIZE or 1 without it"),
+    ("--samples", "for so many samples; those of the shards or of the source without it"),
+    ("--classes", "for so many classes"),
+)
+COMMAND = cli.Command(PROG, ABOUT, Config, combine=combine, configs=CONFIGS, options=OPTIONS)
+
+
+class Asked(NamedTuple):
+    """What stood beside --estimate; 0: nothing."""
+
+    ranks: int = 0
+    samples: int = 0
+    classes: int = 0
+
+
+def take_estimate(argv: list[str]) -> tuple[Asked | None, list[str]]:
+    """What --estimate asks for (None: it is not there), and the other words."""
+    if "--estimate" not in argv:
+        return None, argv
+    numbers: dict[str, int] = {}
+    rest: list[str] = []
+    words = iter(word for word in argv if word != "--estimate")
+    for word in words:
+        name, _, value = word.partition("=")
+        if name not in dict(OPTIONS):
+            rest.append(word)
+            continue
+        value = value or next(words, "")
+        if not value.isdecimal() or not int(value):
+            raise UserError(f"{name} needs a number: --estimate {name} 8")
+        numbers[name.lstrip("-")] = int(value)
+    return Asked(**numbers), rest
 
 
 def load(argv: list[str]) -> Config:

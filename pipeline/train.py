@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
+    asked, argv = configuration.take_estimate(argv)
     config = configuration.load(argv)  # before torch is imported: a typing mistake is answered at once
+    if asked is not None:
+        from pipeline.training.estimate import print_estimate
+
+        return print_estimate(config, asked)
     stop_request.die_with_parent()
     from pipeline.distributed.world import init_distributed, shutdown_distributed
     from pipeline.process.diagnose import explain_failure

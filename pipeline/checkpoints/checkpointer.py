@@ -15,7 +15,7 @@ import errno
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
@@ -66,8 +66,17 @@ class Checkpointer:
 
     # -- saving ------------------------------------------------------------------------------------
 
-    def save(self, step: int, tree: Mapping[str, object], *, best: bool = False, wait: bool = False) -> None:
-        """Copy the tree and write it in the background. The caller may change its tensors when this returns.
+    def save(
+        self,
+        step: int,
+        tree: Mapping[str, object],
+        *,
+        best: bool = False,
+        wait: bool = False,
+        uncopied: Container[str] = (),
+    ) -> None:
+        """Copy the tree and write it in the background. The caller may change its tensors when this returns, except those
+        with the paths `uncopied`, which are written as they are.
 
         The next save logs a warning about a failed write, and training goes on. With wait=True this returns when the
         checkpoint is on disk, and raises SaveError if it could not be written.
@@ -76,7 +85,8 @@ class Checkpointer:
             return
         self._warn(self._finish_write())
         tensors, state = file_format.encode(tree)
-        copies = self._copy(tensors)
+        copies = self._copy({name: tensor for name, tensor in tensors.items() if name not in uncopied})
+        copies = {name: copies.get(name, tensor) for name, tensor in tensors.items()}
         self._thread = Thread(target=self._write, args=(step, best, copies, state), name="checkpoint")
         self._thread.start()
         if wait:

@@ -39,6 +39,9 @@ class BatchNormStats:
         if self.reduces:  # ranks saw only their own rows
             sums = self.world.all_reduce_sum(torch.cat([flat * self.rows, self.rows[None]]))
             flat = torch.where(sums[-1] > 0, sums[:-1] / sums[-1].clamp_min(1), flat)
-        flat = torch.where(torch.as_tensor(stepped, device=flat.device), flat, self.saved)
+        if isinstance(stepped, Tensor):  # on the device: the host is not asked
+            flat = torch.where(stepped, flat, self.saved)
+        elif not stepped:
+            flat = self.saved
         torch._foreach_copy_(self.tensors, list(flat.split([t.numel() for t in self.tensors])))
         self.saved = None

@@ -21,6 +21,7 @@ from pipeline.methods.base import Method, load_method
 from pipeline.process.stop_request import STARTED, StopRequest
 from pipeline.tracking.tracker import NullTracker, start_tracker
 from pipeline.training import run_folder
+from pipeline.training.estimate import check_memory
 from pipeline.training.trainer import OnBatch, Trainer, TrainingData
 from shards.base.errors import UserError
 from shards.base.settings import Effect, effect_of, flatten
@@ -43,6 +44,7 @@ def build(config: Config, world: World) -> Trainer:
         config.checkpoint.background,
     )
     checkpoints.check_writable()
+    check_memory(config, len(data.train), len(data.train.classes), world)
     method = _build_method(config, data.train, world)
     own_rows = world.rank_slice(len(method.data))
     resume = checkpoints.load(rows={f"method/{name}": own_rows for name in method.tables})

@@ -333,10 +333,11 @@ class Trainer:
     def _save(self, best: bool = False, wait: bool = False) -> None:
         self.last_save = time.monotonic()
         step, state = self.position.global_step, self.state_dict()
+        gathered = {f"method/{name}" for name in self.method.tables} if self.world.size > 1 else set()
         if wait:  # a large one on a slow store may take longer than a collective may
-            self.world.on_main(lambda: self.checkpoints.save(step, state, best=best, wait=True))
+            self.world.on_main(lambda: self.checkpoints.save(step, state, best=best, wait=True, uncopied=gathered))
         else:
-            self.checkpoints.save(step, state, best=best)
+            self.checkpoints.save(step, state, best=best, uncopied=gathered)
 
     def state_dict(self) -> TrainingState:
         """Everything a checkpoint holds. Called by all ranks together."""

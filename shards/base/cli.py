@@ -85,6 +85,7 @@ class Command(Generic[S]):
     words: tuple[str, ...] = ()  # settings given without `key=`, in this order; a list takes all words that are left
     combine: Callable[[Tree, Tree], Tree] = merge  # of the file's settings with those of the command line
     configs: Path | None = None  # folder of config files that may be given by name
+    options: tuple[tuple[str, str], ...] = ()  # further ones with their meaning; the command takes them itself
     passes_on: str = ""  # what may follow a `--`, for example "settings of the training"
 
     def load(self, argv: list[str]) -> S:
@@ -181,6 +182,8 @@ class Command(Generic[S]):
         key = name.replace("-", "_")
         setting = self._find(key)
         prog = command_name(self.prog)
+        if word.partition("=")[0] in dict(self.options):
+            return f"{word} stands beside {self.options[0][0]}: {prog} {self.options[0][0]} {word}"
         if setting is None:
             near = difflib.get_close_matches(key, [setting.key for setting in settings_of(self.schema)], 1)
             hint = f" Did you mean {near[0]}=...?" if near else ""
@@ -201,6 +204,10 @@ class Command(Generic[S]):
         passed_on = f" [-- {self.passes_on}]" if self.passes_on else ""
         print(f"usage: {self._usage()} [--config FILE] [--print-config] [--help] [key=value ...]{passed_on}\n")
         print(f"{self.about}\n")
+        for option, meaning in self.options:
+            print(f"  {option}\n        {meaning}")
+        if self.options:
+            print()
         print("Later settings win: defaults, then FILE, then key=value. Settings (type, default, meaning):\n")
         for setting in settings_of(self.schema):
             indent = "    " if setting.choice and setting.annotation is not None else "  "

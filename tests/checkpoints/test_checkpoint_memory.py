@@ -66,3 +66,12 @@ def test_the_other_ranks_hold_only_the_rows_they_ask_for(tmp_path: Path, ranks: 
     assert first < 128 * 1.3
     for growth in others:
         assert WEIGHT + TABLE / ranks - 2 < growth < WEIGHT + TABLE / ranks + 24, growth
+
+
+def test_what_is_made_for_a_checkpoint_is_written_without_a_copy(tmp_path: Path) -> None:
+    saved, target = tree(), Checkpointer(str(tmp_path), 2, World())
+    _, growth = peak_growth(lambda: target.save(1, saved, wait=True, uncopied={"method/table"}))
+    assert WEIGHT - 2 < growth < WEIGHT + 32
+    loaded = target.load()
+    assert loaded is not None
+    assert torch.equal(loaded.tree["method"]["table"], saved["method"]["table"])

@@ -92,6 +92,7 @@ def test_a_command_does_its_work_and_ends_with_its_own_exit_code(tmp_path: Path)
         ("evenhand train --config configs/d", ["configs/digits.yaml"]),
         ("evenhand train --config con", ["configs/"]),
         ("evenhand train --pr", ["--print-config"]),
+        ("evenhand train --e", ["--estimate"]),
         ("evenhand audit runs/x apply=", ["apply=none", "apply=relabel", "apply=drop"]),
         ("evenhand audit runs/x th", ["threshold="]),
         ("evenhand audit runs/", []),  # the shell offers files

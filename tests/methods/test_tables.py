@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ from ranks import on_ranks
 from rivals import Course, Pictures, small_config
 from test_rivals_together import parts_of
 
+from pipeline.checkpoints.checkpointer import read_checkpoint
+from pipeline.config import Config
 from pipeline.distributed.world import World
+from pipeline.training.build import build
 
 SAMPLES, BEFORE = 29, 3  # two steps in an epoch: a run is stopped inside the second one
 
@@ -44,3 +48,23 @@ def test_a_checkpoint_of_any_number_of_ranks_goes_on_on_any_other(name: str, bef
         assert rank["beliefs"]["score"] == pytest.approx(whole["beliefs"]["score"])
     for ranks in (first, rest):  # every rank holds its part and no more
         assert [rank["held"] for rank in ranks] == [[n] for n in World(size=len(ranks)).rank_slice_sizes(SAMPLES)]
+
+
+def trained(world: World, shards: str, folder: str) -> torch.Tensor:
+    """The memory on this rank when a run has trained, or has loaded what was trained before."""
+    settings = {
+        "output": folder, "shards": {"url": shards}, "tracking": {"uri": ""}, "train": {"epochs": 1}, "model": {"width": 2},
+        "data": {"size": 8, "padding": 1, "threads": 1}, "method": {"name": "elr"},
+    }  # fmt: skip
+    trainer = build(Config.model_validate(settings), world)
+    trainer.run()
+    trainer.checkpoints.close()
+    return trainer.method.memory
+
+
+@pytest.mark.dist
+def test_a_checkpoint_holds_the_whole_table_and_every_rank_loads_its_rows(digits: str, tmp_path: Path) -> None:
+    rows = torch.cat(on_ranks(2, trained, digits, str(tmp_path)))
+    assert (rows.sum(1) > 0).all()
+    assert torch.equal(read_checkpoint(tmp_path).tree["method"]["memory"], rows)
+    assert torch.equal(torch.cat(on_ranks(3, trained, digits, str(tmp_path))), rows)
