@@ -11,7 +11,7 @@ RUN := OMP_NUM_THREADS=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 $(BIN)/torchrun --
 TORCH_OPTIONS ?=
 INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint format setup setup-test ffcv browser drill clean help
+.PHONY: demo test lint format setup setup-test ffcv browser drill gpu-check clean help
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -74,6 +74,9 @@ format: setup-test ## put every file in form
 
 drill: setup-test ffcv browser ## the long drills: random kills, every file event of a save
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests
+
+gpu-check: setup ## on a machine with GPUs, two minutes: exact results on all of them, memory, images per second
+	@$(BIN)/python -m launch.gpu_check
 
 clean: ## remove what demo and tests made (not .venv)
 	@rm -rf $(DEMO) runs data .pytest_cache .mypy_cache .ruff_cache

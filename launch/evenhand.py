@@ -31,6 +31,9 @@ COMMANDS = {
     "predict": Entry("python -m pipeline.predict", "classify picture files"),
     "report": Entry("python -m pipeline.report", "compare the runs in MLflow"),
     "kubernetes": Entry("python -m launch.kubernetes", "print the manifests of a batch job"),
+    "gpu-check": Entry(
+        "python -m launch.gpu_check", "check the GPUs of this machine: results, memory, images per second"
+    ),
     "replay": Entry("python -m pipeline.tracking replay", "send a journal to MLflow that a dead job left"),
 }
 SHELLS = ("bash", "zsh", "fish")

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from pipeline.data.batch import Batch
     from pipeline.distributed.world import World
 
+    Check = Callable[["World", "CheckConfig"], Iterable["Row"]]
+
 PROG = "python -m launch.gpu_check"
 ABOUT = """Check this machine's GPUs in about two minutes: exact results on all of them, memory, images per second.
 
@@ -42,6 +44,7 @@ class CheckConfig(Settings):
     size: PositiveInt = Field(299, description="side of its pictures")
     rows: PositiveInt = Field(16, description="pictures per GPU and step in these checks")
     steps: PositiveInt = Field(8, description="timed steps")
+    only: tuple[str, ...] = Field((), description="names of checks; empty = all")
 
 
 COMMAND = cli.Command(PROG, ABOUT, CheckConfig)
@@ -49,6 +52,7 @@ COMMAND = cli.Command(PROG, ABOUT, CheckConfig)
 
 def main(argv: list[str]) -> int:
     config = COMMAND.load(argv)
+    _chosen(config.only)
     if "LOCAL_RANK" in os.environ:
         return _check_all(config)
     ranks = config.ranks or _count_gpus(config.device)
@@ -90,18 +94,13 @@ def _check_all(config: CheckConfig) -> int:
     failed = 0
     if world.is_main:
         print("| check | seen | |\n|---|---|---|", flush=True)
-    for check in CHECKS:
+    for check in _chosen(config.only):
         started = time.monotonic()
-        try:
-            rows = list(check(world, config))
-        except UserError as error:
-            rows = [Row(check.__name__, str(error), None)]
-        except Exception as error:  # the other checks are still worth having
-            rows = [Row(check.__name__, " ".join(f"{type(error).__name__}: {error}".split())[:300], False)]
-        for row in _worst(world.all_gather_object(rows)):
-            failed += row.passed is False
+        for row in _rows_of(check, world, config):
+            worst = _worst(world.all_gather_object(row))
+            failed += worst.passed is False
             if world.is_main:
-                print(row, flush=True)
+                print(worst, flush=True)
         if world.is_main:
             print(f"| | {time.monotonic() - started:.0f} s | |", flush=True)
     if world.is_main:
@@ -110,15 +109,26 @@ def _check_all(config: CheckConfig) -> int:
     return int(failed > 0)
 
 
-def _worst(by_rank: Sequence[Sequence[Row]]) -> list[Row]:
-    """One row per check: that of the first rank where it failed, else that of rank 0."""
-    longest = max(by_rank, key=len)
-    found = []
-    for number in range(len(longest)):
-        rows = [(rank, part[number]) for rank, part in enumerate(by_rank) if number < len(part)]
-        rank, row = next(((rank, row) for rank, row in rows if row.passed is False), rows[0])
-        found.append(row if row.passed is not False else Row(row.check, f"rank {rank}: {row.seen}", False))
-    return found
+def _chosen(only: tuple[str, ...]) -> list[Check]:
+    names = [check.__name__ for check in CHECKS]
+    if wrong := set(only) - set(names):
+        raise UserError(f"only: there is no check {', '.join(sorted(wrong))}. There are {', '.join(names)}.")
+    return [check for check in CHECKS if not only or check.__name__ in only]
+
+
+def _rows_of(check: Check, world: World, config: CheckConfig) -> Iterator[Row]:
+    try:
+        yield from check(world, config)
+    except UserError as error:
+        yield Row(check.__name__, str(error), None)
+    except Exception as error:  # the other checks are still worth having
+        yield Row(check.__name__, " ".join(f"{type(error).__name__}: {error}".split())[:300], False)
+
+
+def _worst(by_rank: Sequence[Row]) -> Row:
+    """That of the first rank where it failed, else that of rank 0."""
+    bad = [(rank, row) for rank, row in enumerate(by_rank) if row.passed is False]
+    return Row(bad[0][1].check, f"rank {bad[0][0]}: {bad[0][1].seen}", False) if bad else by_rank[0]
 
 
 def _gap(one: Tensor, other: Tensor) -> float:
@@ -173,9 +183,10 @@ class SmallRun:
         from pipeline.engines import make_engine
         from pipeline.methods.base import load_method
 
+        small = world.device.type == "cpu"  # slow at half precision
         base = {
-            "data": {"batch": 16 * int(os.environ["WORLD_SIZE"]), "size": 32, "threads": 4},
-            "model": {"width": 16},
+            "data": {"batch": 16 * int(os.environ["WORLD_SIZE"]), "size": 8 if small else 32, "threads": 2},
+            "model": {"width": 8 if small else 16},
             "method": {"name": "prototypical", "warmup_steps": 0, "cleaning_start": 0.5},
             "optim": {"lr": 0.02},
         }
@@ -186,7 +197,7 @@ class SmallRun:
         data = TrainingSet(pictures.given, 10, 0, self.config.data.batch)
         self.method = load_method("prototypical")(self.config, data, world).to(world.device)
         with torch.no_grad():  # prototypes that are not zero
-            self.method.prototypes.normal_(generator=torch.Generator(world.device).manual_seed(0))  # type: ignore[union-attr, operator]
+            self.method.prototypes.normal_(generator=torch.Generator(world.device).manual_seed(0))  # type: ignore[operator]
         stage = len(self.method.stages()) - 1
         self.method.set_epoch(stage, 0)
         self.engine = make_engine(self.config, self.method, world)
@@ -373,6 +384,25 @@ def variants(world: World, config: CheckConfig) -> Iterable[Row]:
         yield Row(f"one step with {name}", f"weights differ by {gap:.1e}", gap < 2e-3)
 
 
+def deterministic(world: World, config: CheckConfig) -> Iterable[Row]:
+    """train.deterministic=true: two runs agree in every bit."""
+    import torch
+
+    from pipeline.config import TrainConfig
+    from pipeline.process.torch_settings import apply_torch_settings
+
+    pictures = Pictures(64 * world.size, 40)
+    apply_torch_settings(TrainConfig(deterministic=True))
+    try:
+        runs = [SmallRun(world, pictures, {}) for _ in range(2)]
+        losses = [run.losses(3) for run in runs]
+        one, two = (run.weights() for run in runs)
+    finally:
+        apply_torch_settings(TrainConfig())
+    equal = losses[0] == losses[1] and all(torch.equal(one[name], two[name]) for name in one)
+    yield Row("three steps twice with train.deterministic=true", "equal in every bit" if equal else "not equal", equal)
+
+
 def speed(world: World, config: CheckConfig) -> Iterable[Row]:
     """Images per second of the Prototypical Classifier on synthetic batches, and the memory of a GPU against the estimate."""
     import torch
@@ -394,8 +424,6 @@ def speed(world: World, config: CheckConfig) -> Iterable[Row]:
             f"{config.backbone}, {config.size} px, {config.rows} per rank, bf16, statistics {shared}",
             f"{config.rows * world.size / seconds:.0f} images/s, {seconds * 1e3:.0f} ms per step",
         )
-        if sync and world.device.type == "cuda":
-            yield _memory(run, torch.cuda.max_memory_allocated())
         del run
 
 
@@ -419,7 +447,18 @@ def _finish(world: World) -> None:
         torch.cuda.synchronize()
 
 
-CHECKS = (machine, conversion, batch_norm, one_step, collectives, copies, precisions, variants, speed)
+CHECKS: tuple[Check, ...] = (
+    machine,
+    conversion,
+    batch_norm,
+    one_step,
+    collectives,
+    copies,
+    precisions,
+    variants,
+    deterministic,
+    speed,
+)
 
 
 def start() -> None:

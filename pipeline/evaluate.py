@@ -113,12 +113,18 @@ def _open(config: EvaluateConfig, world: World) -> tuple[OpenedRun, dict[str, Sp
 
 def _open_together(config: EvaluateConfig, world: World) -> tuple[OpenedRun, dict[str, Split]]:
     """`_open` on every rank; an error of one rank is raised on all of them."""
-    try:
-        opened = _open(config, world)
-    except UserError as error:
-        raise_everywhere(world, error)
-        raise
-    raise_everywhere(world, None)
+    errors: list[UserError] = []
+
+    def attempt() -> tuple[OpenedRun, dict[str, Split]] | None:
+        try:
+            return _open(config, world)
+        except UserError as error:
+            errors.append(error)
+            return None
+
+    opened = world.each_rank(attempt)  # it may fetch a model and shards
+    raise_everywhere(world, errors[0] if errors else None)
+    assert opened is not None
     return opened
 
 

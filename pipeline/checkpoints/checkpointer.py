@@ -61,7 +61,7 @@ class Checkpointer:
 
     def check_writable(self) -> None:
         """Find out before training, not after the first epoch, whether checkpoints can be written at all."""
-        if problem := self.world.broadcast_object(_try_folder(self.store) if self.world.is_main else None):
+        if problem := self.world.on_main(lambda: _try_folder(self.store)):
             raise UserError(problem)
 
     # -- saving ------------------------------------------------------------------------------------
@@ -167,26 +167,22 @@ class Checkpointer:
     def best(self) -> Loaded | None:
         """The newest checkpoint that was saved as the best one."""
         self._warn(self._finish_write())
-        names = _best(self.store, file_format.listed(self.store)) if self.world.is_main else []
-        names = self.world.broadcast_object(names)
+        names = self.world.on_main(lambda: _best(self.store, file_format.listed(self.store)))
         return self._load(names, {}) if names else None
 
     def _load(self, names: list[str] | None, rows: Mapping[str, slice]) -> Loaded | None:
         found: Snapshot | None = None
-        refused: dict[str, str] = {}
-        problem: UserError | None = None
         self._warn(self._finish_write())
-        if self.world.is_main:
-            try:
-                found, refused = choose(self.store, names or file_format.listed(self.store))
-            except UserError as error:
-                problem = error
+
+        def read() -> dict[str, str]:
+            nonlocal found  # on rank 0; `_broadcast` sends it in pieces
+            found, refused = choose(self.store, names or file_format.listed(self.store))
             self._refused |= set(refused)
             for sentence in refused.values():
                 log.warning(sentence)
-        problem, refused = self.world.broadcast_object((problem, refused))
-        if problem:
-            raise problem
+            return refused
+
+        refused = self.world.on_main(read)
         loaded = self._broadcast(found, rows)
         self.newest = loaded.name if loaded else None
         if loaded:

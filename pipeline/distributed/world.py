@@ -8,10 +8,10 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from pipeline.distributed.device import choose_device, compare_devices, describe, use_device
+from pipeline.distributed.long_work import wait_for_work
+from pipeline.distributed.network import set_interface
 from pipeline.distributed.step_timer import StepTimer
+from shards.base.errors import UserError
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -90,6 +93,27 @@ class World:
             dist.broadcast_object_list(objects, src=0)
         shared: T = objects[0]
         return shared
+
+    def on_main(self, work: Callable[[], T]) -> T:
+        """Rank 0's result, on every rank. The work may take longer than a collective may; all ranks raise a UserError of it."""
+
+        def attempt() -> tuple[T | None, UserError | None]:
+            try:
+                return work(), None
+            except UserError as error:
+                return None, error
+
+        if self.size == 1:
+            return work()
+        outcome = wait_for_work(self.rank, self.size, attempt if self.is_main else None)
+        value, problem = self.broadcast_object(outcome)
+        if problem is not None:
+            raise problem
+        return cast(T, value)
+
+    def each_rank(self, work: Callable[[], T]) -> T:
+        """This rank's result, when all ranks have theirs. The work may take longer than a collective may."""
+        return work() if self.size == 1 else cast(T, wait_for_work(self.rank, self.size, work))
 
     def all_gather_object(self, value: T) -> list[T]:
         """One object of every rank, on every rank."""
@@ -169,6 +193,7 @@ def init_distributed(device: str = "auto", timeout_seconds: float = 600.0) -> Wo
     if size > 1 and where == CPU:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
     if size > 1 and not dist.is_initialized():
+        set_interface(size, local_size)
         timeout = timedelta(seconds=timeout_seconds)
         store, _, _ = next(rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)

@@ -6,7 +6,14 @@ import traceback
 
 MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
 TIMEOUT = ("timed out", "timeout", "watchdog caught collective")
-LOST = ("closed by peer", "reset by peer", "broken pipe", "connection refused", "remote process exited")
+LOST = (
+    "closed by peer",
+    "reset by peer",
+    "broken pipe",
+    "connection refused",
+    "remote process exited",
+    "connection was likely closed",
+)
 RESUME = "The same command goes on from the last checkpoint."
 
 

@@ -31,7 +31,8 @@ from shards.reader import Split, open_split
 def build(config: Config, world: World) -> Trainer:
     """A trainer at the position of its newest checkpoint. Called by all ranks together."""
     folder = Path(config.output)
-    data = _open_data(config, _build_shards(config, world), world)
+    url = world.on_main(lambda: _build_shards(config))
+    data = world.each_rank(lambda: _open_data(config, url, world))  # the first machine may download for long
     stop_file = config.train.stop_file or str(folder / "stop")
     stop_request = StopRequest(config.train.deadline_minutes, stop_file, started=STARTED)
     run_lock.lock(folder, world)
@@ -60,20 +61,10 @@ def build(config: Config, world: World) -> Trainer:
     return trainer
 
 
-def _build_shards(config: Config, world: World) -> str:
-    """The URL of the shards. Rank 0 creates the folder and builds the shards; all ranks raise its error."""
-    url: str | None = None
-    problem: UserError | None = None
-    if world.is_main:
-        try:
-            run_folder.create_run_folder(config)
-            url = ensure(config.shards)
-        except UserError as error:
-            problem = error
-    url, problem = world.broadcast_object((url, problem))
-    if problem is not None or url is None:
-        raise problem or UserError("The shards could not be built. Look at the output of rank 0.")
-    return url
+def _build_shards(config: Config) -> str:
+    """Create the folder of the run and build the shards; returns their URL. Rank 0 does it, perhaps for hours."""
+    run_folder.create_run_folder(config)
+    return ensure(config.shards)
 
 
 def _open_data(config: Config, url: str, world: World) -> TrainingData:

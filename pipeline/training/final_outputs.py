@@ -53,8 +53,8 @@ def mean_of_last(history: list[dict[str, float]], key: str = "test/top1", count:
 
 
 def write_final_outputs(trainer: Trainer, folder: Path) -> dict[str, Any] | None:
-    """Write everything. Called by all ranks, because all of them compute the confidence on the training set."""
-    config, split = trainer.config, trainer.train_split
+    """Write everything; returns the summary on rank 0. Called by all ranks: all compute the confidence on the training set."""
+    split = trainer.train_split
     confidence = evaluate(
         trainer.method,
         "train",
@@ -67,9 +67,12 @@ def write_final_outputs(trainer: Trainer, folder: Path) -> dict[str, Any] | None
     ).confidence
     if not trainer.last_evaluation:  # resumed after the last epoch
         trainer.evaluate_all()
-    if not trainer.world.is_main:
-        return None
-    test = trainer.last_evaluation["test"]
+    summary = trainer.world.on_main(lambda: _write(trainer, folder, confidence))
+    return summary if trainer.world.is_main else None
+
+
+def _write(trainer: Trainer, folder: Path, confidence: dict[str, np.ndarray]) -> dict[str, Any]:
+    config, split, test = trainer.config, trainer.train_split, trainer.last_evaluation["test"]
     _write_classes(folder, split.classes, split.clean_counts, test)
     from pipeline.reports.figures import write_figures
 

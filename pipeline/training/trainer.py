@@ -332,7 +332,11 @@ class Trainer:
 
     def _save(self, best: bool = False, wait: bool = False) -> None:
         self.last_save = time.monotonic()
-        self.checkpoints.save(self.position.global_step, self.state_dict(), best=best, wait=wait)
+        step, state = self.position.global_step, self.state_dict()
+        if wait:  # a large one on a slow store may take longer than a collective may
+            self.world.on_main(lambda: self.checkpoints.save(step, state, best=best, wait=True))
+        else:
+            self.checkpoints.save(step, state, best=best)
 
     def state_dict(self) -> TrainingState:
         """Everything a checkpoint holds. Called by all ranks together."""
