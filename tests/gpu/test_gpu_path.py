@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from trained import ROOT
 
+pytestmark = pytest.mark.timeout(900)  # on a busy machine; a core of its own needs less than a minute
 FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER))
 
