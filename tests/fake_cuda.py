@@ -199,10 +199,10 @@ class FakeCuda(TorchDispatchMode):
             self.counts.collectives += 1
         elif collective:
             self.counts.host_collectives += 1
-        if not on_device and not _is_cuda(kwargs.get("device")):
+        if not on_device and not self._is_here(kwargs.get("device")):
             return self._on_host(func, name, args, kwargs)
         self._check_devices(name, tensors)
-        to_host = kwargs.get("device") is not None and not _is_cuda(kwargs["device"])
+        to_host = kwargs.get("device") is not None and not self._is_here(kwargs["device"])
         if self._synchronises(name, args, kwargs, to_host):
             self.synchronised()
         if not (_is_view(func) or name in NO_KERNEL or collective):
@@ -221,6 +221,11 @@ class FakeCuda(TorchDispatchMode):
         known = {id(_host(tensor)): tensor for tensor in tensors}  # an argument that was changed in place
         assert all(tensor.shape == _host(tensor).shape for tensor in tensors), f"{func} changes a shape: not supported"
         return _map(lambda tensor: known[id(tensor)] if id(tensor) in known else DeviceTensor(tensor), out)
+
+    def _is_here(self, device: Any) -> bool:
+        """Whether a device is this one; see `engine` for its other name."""
+        kind = device is not None and torch.device(device).type
+        return kind == "cuda" or (kind == "meta" and self.backward > 0)
 
     def _on_host(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         pin = name == "aten::_pin_memory" or kwargs.pop("pin_memory", False)
@@ -277,11 +282,6 @@ class Event:
 
     def record(self) -> None: ...
     def synchronize(self) -> None: ...
-
-
-def _is_cuda(device: Any) -> bool:
-    """Meta: what our tensors say in a backward pass."""
-    return device is not None and torch.device(device).type in ("cuda", "meta")
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -77,6 +77,7 @@ def test_every_row_of_the_table_has_its_branch() -> None:
 
 
 def test_every_test_the_table_names_is_there() -> None:
+    assert re.search(r"^gpu-check:", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for place, tests in in_table().items():
         assert tests, f"{place} names no test"
         for test in tests:

@@ -36,6 +36,8 @@ from pipeline.data.batch import Batch, Pass
 from pipeline.data.loader import Loader
 from pipeline.distributed.world import World, init_distributed
 from pipeline.methods.cross_entropy import CrossEntropy
+from pipeline.training.estimate import check_memory
+from shards.base.errors import UserError
 
 CASES: dict[str, Callable[[], None]] = {}
 
@@ -421,6 +423,19 @@ def a_rank_takes_the_gpu_of_its_number_before_it_joins_the_group() -> None:
             assert (world.rank, world.size, world.local_rank, world.device) == (0, 2, 1, torch.device("cuda", 1))
             assert "2 ranks on cuda (fake)" in world.about
         assert calls == 2 * [("device", torch.device("cuda", 1)), ("group", "cpu:gloo,cuda:nccl")]
+
+
+@case
+def a_run_that_does_not_fit_on_its_gpu_is_refused() -> None:
+    config, world = measure.tiny_config("cross_entropy"), measure.FakeWorld()
+    with FakeCuda():
+        with mock.patch.object(torch.cuda, "mem_get_info", return_value=(80 * 10**9, 80 * 10**9), create=True):
+            check_memory(config, 1000, 10, world)
+        with (
+            mock.patch.object(torch.cuda, "mem_get_info", return_value=(1000, 2000), create=True),
+            pytest.raises(UserError, match="on the GPU of rank 0"),
+        ):
+            check_memory(config, 1000, 10, world)
 
 
 @case
