@@ -73,7 +73,13 @@ def candidates(line: str) -> list[str]:
     if before[-1:] == ["--config"] or current.startswith("--config="):
         return list(_config_files(current, command.configs))
     if current.startswith("-"):
-        options = ["--config", "--print-config", "--help", *dict(command.options), *(["--"] if command.passes_on else [])]
+        options = [
+            "--config",
+            "--print-config",
+            "--help",
+            *dict(command.options),
+            *(["--"] if command.passes_on else []),
+        ]
         return _starting(current, options)
     if "=" in current:
         return list(_values(command, current))
