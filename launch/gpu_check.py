@@ -424,7 +424,22 @@ def speed(world: World, config: CheckConfig) -> Iterable[Row]:
             f"{config.backbone}, {config.size} px, {config.rows} per rank, bf16, statistics {shared}",
             f"{config.rows * world.size / seconds:.0f} images/s, {seconds * 1e3:.0f} ms per step",
         )
+        if sync:
+            yield _memory(run)
         del run
+
+
+def _memory(run: SmallRun) -> Row:
+    """The peak on this GPU, which holds the work space of convolutions besides what is estimated."""
+    import torch
+
+    from pipeline.training.estimate import estimate
+
+    parts = estimate(run.config, len(run.pictures), 10, run.world.size).device
+    text = f"estimate {sum(part.bytes for part in parts) / 1e9:.2f} GB per rank"
+    if run.world.device.type == "cuda":
+        text = f"peak {torch.cuda.max_memory_allocated() / 1e9:.2f} GB, {text}"
+    return Row("memory of that step", text)
 
 
 def _seconds(run: SmallRun, batch: Batch, count: int) -> float:
