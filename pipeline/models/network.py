@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from pipeline.config import ModelConfig
 from pipeline.distributed.world import World
 from pipeline.models.backbones import build_backbone, checkpoint_activations
-from pipeline.models.batchnorm import CountedRows, convert_batchnorm
+from pipeline.models.batchnorm import BatchNorm, CountedRows, convert_batchnorm
 from pipeline.models.precision import full_precision
 
 M = TypeVar("M", bound=nn.Module)
@@ -45,6 +45,7 @@ class Network(nn.Module):
         backbone, self.features = build_backbone(config)
         self.rows = CountedRows(world if config.sync_batchnorm else None)
         self.backbone = convert_batchnorm(backbone, self.rows)
+        self.has_batchnorm = any(isinstance(module, BatchNorm) for module in self.backbone.modules())
         if config.checkpoint_activations:
             checkpoint_activations(self.backbone, config.backbone, self.rows)
         self.head: nn.Module = CosineHead(self.features, classes) if cosine_head else nn.Linear(self.features, classes)
@@ -57,11 +58,11 @@ class Network(nn.Module):
     def forward(self, images: Tensor, mask: Tensor | EllipsisType | None = ...) -> tuple[Tensor, Tensor]:
         """(features, logits)
 
-        mask: (B,) 0 for rows that must not count in batch statistics, None if all count; needed in training. `images` may be
+        mask: (B,) 0 for rows that must not count in batch statistics, None if all count; needed in training with batch norm. `images` may be
         several views of the B rows, one after the other.
         """
         if isinstance(mask, EllipsisType):
-            if self.training:
+            if self.training and self.has_batchnorm:
                 raise TypeError("a network in training needs to know which rows count: pass batch.mask")
             mask = None
         elif mask is not None:

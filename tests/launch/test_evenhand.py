@@ -35,7 +35,7 @@ def test_help_imports_next_to_nothing() -> None:
     )
     done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, env=HERE)
     assert done.returncode == 0, done.stderr
-    assert re.findall(r"^  (\w+) ", done.stdout, re.M) == [*COMMANDS, "completion"]
+    assert re.findall(r"^  ([\w-]+) ", done.stdout, re.M) == [*COMMANDS, "completion"]
     assert "torchrun --nproc_per_node=8" in done.stdout
 
 

@@ -306,7 +306,7 @@ def test_har_smooths_each_sample_by_the_strength_of_its_class(norm: str, late: b
     def mean_loss(layer: torch.nn.Module, nudge: Tensor) -> Tensor:
         """L_ce with `nudge` added to what the layer has normalised, before its scale and shift."""
         hook = layer.register_forward_hook(lambda m, _, out: out + m.weight[:, None, None] * nudge)
-        logits = method.network(batch.views["weak"])[1]
+        logits = method.network(batch.views["weak"], batch.mask)[1]
         hook.remove()
         return sum(-weight[r] * logits[r].log_softmax(0)[y] for r, _, y in rows_of(batch)) / sum(weight.values())
 
@@ -326,7 +326,7 @@ def rows_of(batch: Batch) -> list[tuple[int, int, int]]:
 
 def shapes_of(method: har.HAR, layers: list[Any], batch: Batch) -> list[torch.Size]:
     with method._record_outputs() as outputs:
-        method.network(batch.views["weak"])
+        method.network(batch.views["weak"], batch.mask)
     return [out.shape for out in outputs]
 
 

@@ -216,7 +216,7 @@ DIGITS: dict[str, tuple[dict[str, Any], float, str]] = {
     "coteaching": ({"ramp": 0.6}, 0.03, "total"),
     "mentornet": ({"dropout": 0.1, "percentile": 0.6, "burn_in": 0.4}, 0.05, "total"),
     "elr": ({}, 0.03, "ce"),
-    "elr_plus": ({"ema": 0.9, "strength": 1, "mixup": 0.2}, 0.05, "ce"),
+    "elr_plus": ({"ema": 0.8, "strength": 2, "mixup": 0.0, "beta": 0.5}, 0.05, "ce"),
     "har": ({"strength": 1, "probe_part": 0.4}, 0.03, "total"),
     "aum": ({"probe_part": 1.0}, 0.05, "total"),
     "dividemix": (DIVIDED, 0.05, "ce"),

@@ -76,9 +76,9 @@ def test_the_average_follows_the_weights_and_never_learns() -> None:
 
 
 def test_the_average_copies_every_buffer_whatever_its_type() -> None:
-    network = Network(ModelConfig(width=8), 10).train()
+    network = Network(ModelConfig(width=8), 10, World()).train()
     average = Average(network, 0.9)
-    network(torch.randn(4, 3, 16, 16))
+    network(torch.randn(4, 3, 16, 16), None)
     average.update(network)
     kinds = {value.dtype for value in network.buffers()}
     assert kinds == {torch.float32, torch.int64}  # statistics, and how many batches they are of
@@ -89,7 +89,7 @@ def test_the_average_copies_every_buffer_whatever_its_type() -> None:
 
 def test_the_average_copies_many_buffers_at_once() -> None:
     """One call for each type, not one for each of hundreds of buffers."""
-    network = Network(ModelConfig(width=8), 10)
+    network = Network(ModelConfig(width=8), 10, World())
     average = Average(network, 0.9)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         average.update(network)
@@ -100,9 +100,9 @@ def test_the_average_copies_many_buffers_at_once() -> None:
 
 def test_the_average_of_a_compiled_network_is_compiled() -> None:
     """It is the one that surveys and evaluates. Compilation itself waits for the first picture."""
-    network = Network(ModelConfig(width=8, compile=True), 10)
+    network = Network(ModelConfig(width=8, compile=True), 10, World())
     assert Average(network, 0.9).network.backbone._compiled_call_impl is not None
-    assert Average(Network(ModelConfig(width=8), 10), 0.9).network.backbone._compiled_call_impl is None
+    assert Average(Network(ModelConfig(width=8), 10, World()), 0.9).network.backbone._compiled_call_impl is None
 
 
 def test_a_misspelt_backbone_is_answered_with_the_nearest_name() -> None:
