@@ -53,7 +53,7 @@ COMMAND = cli.Command(PROG, ABOUT, CheckConfig)
 def main(argv: list[str]) -> int:
     config = COMMAND.load(argv)
     _chosen(config.only)
-    if "LOCAL_RANK" in os.environ:
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun
         return _check_all(config)
     ranks = config.ranks or _count_gpus(config.device)
     command = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone", "-m", "launch.gpu_check"]

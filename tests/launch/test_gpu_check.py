@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from ranks import worker_env
 from torch import nn
 
@@ -15,7 +14,8 @@ from pipeline.distributed.world import World
 from pipeline.models import batchnorm
 
 TINY = ["device=cpu", "ranks=2", "backbone=resnet18", "size=32", "rows=8", "steps=1"]
-QUICK = [check.__name__ for check in CHECKS if check.__name__ != "variants"]
+LONG = ["one_step", "precisions", "variants"]
+QUICK = [check.__name__ for check in CHECKS if check.__name__ not in LONG]
 
 
 def gpu_check(*words: str) -> subprocess.CompletedProcess[str]:
@@ -29,20 +29,20 @@ def verdicts(table: str) -> dict[str, str]:
 
 
 @pytest.mark.dist
-def test_every_check_passes_on_cpu_ranks() -> None:
+def test_checks_pass_on_cpu_ranks() -> None:
     done = gpu_check(f"only=[{','.join(QUICK)}]")
     assert done.returncode == 0, done.stdout + done.stderr
     found = verdicts(done.stdout)
     assert "All checks passed." in done.stdout
-    assert len(found) >= 16
+    assert len(found) >= 10
     assert set(found.values()) == {"ok", ""}
 
 
 @pytest.mark.slow
-def test_settings_that_must_not_change_the_result_do_not() -> None:
-    done = gpu_check("only=[variants]")
+def test_long_checks_pass_on_cpu_ranks() -> None:
+    done = gpu_check(f"only=[{','.join(LONG)}]")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(verdicts(done.stdout)) == 3
+    assert len(verdicts(done.stdout)) == 9
 
 
 def test_a_check_that_fails_on_one_rank_is_shown_with_its_rank() -> None:
@@ -60,9 +60,8 @@ def test_an_unknown_check_is_named() -> None:
 
 def test_no_gpu_is_said_in_one_sentence() -> None:
     command = [sys.executable, "-m", "launch.gpu_check"]
-    done = subprocess.run(command, capture_output=True, text=True, env=worker_env(), timeout=300, check=False)
-    if torch.cuda.is_available():
-        pytest.skip("this machine has one")
+    env = worker_env() | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, check=False)
     assert done.returncode == 2
     assert "sees no GPU" in done.stderr
     assert "Traceback" not in done.stderr

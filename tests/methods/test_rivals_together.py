@@ -53,7 +53,7 @@ def train_all(world: World, samples: int) -> dict[str, Any]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("size", "samples"), [(2, 19), (3, 29)])
+@pytest.mark.parametrize(("size", "samples"), [pytest.param(2, 19, marks=pytest.mark.slow), (3, 29)])
 def test_many_ranks_compute_what_one_computes(size: int, samples: int) -> None:
     """Batches of 16: the last is short, cut unevenly, and some ranks have nothing but padding of it."""
     alone = on_ranks(1, train_all, samples)[0]

@@ -120,13 +120,13 @@ def reference(rows: list[int], counts: list[list[float]], features: int, area: i
             "mean": norm.running_mean, "var": norm.running_var}  # type: ignore[dict-item]  # fmt: skip
 
 
-@pytest.mark.parametrize("area", [0, 5])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "area"),  # torch's own refuses a single value per channel
+    [(case, area) for case in CASES for area in (0, 5) if (case, area) != ("one row", 0)],
+)
 @pytest.mark.parametrize("size", [1, 2])
 def test_statistics_and_gradients_are_those_of_the_rows_that_count(size: int, case: str, area: int) -> None:
     rows, counts = CASES[case]
-    if case == "one row" and not area:
-        pytest.skip("torch's own refuses a single value per channel")
     parts = on_ranks(size, batch_norm_of, rows, counts, 3, area)
     whole = reference(rows, counts, 3, area)
     mask = torch.cat([part["mask"] for part in parts]) > 0
