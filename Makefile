@@ -11,7 +11,7 @@ RUN := OMP_NUM_THREADS=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 $(BIN)/torchrun --
 TORCH_OPTIONS ?=
 INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint format setup setup-test ffcv browser drill gpu-check clean help
+.PHONY: demo test lint format setup setup-test ffcv browser fashion drill gpu-check clean help
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -51,6 +51,12 @@ browser:
 	if $(CAN_APT); then $(call apt_install,chromium chromium-driver); fi; \
 	have || echo "The browser tests are left out: they need the packages chromium and chromium-driver."
 
+fashion:
+	@have() { test -d /usr/share/datasets/fashion-mnist; }; \
+	have && exit 0; \
+	if $(CAN_APT); then $(call apt_install,dataset-fashion-mnist); fi; \
+	have || echo "The drill on the real Fashion-MNIST is left out: it needs the package dataset-fashion-mnist."
+
 demo: setup ## digits, rho=10, noise 0.5: cross-entropy against the Prototypical Classifier on 2 ranks, and a report
 	@for method in cross_entropy prototypical; do \
 	  echo; echo "== $$method =="; \
@@ -58,7 +64,6 @@ demo: setup ## digits, rho=10, noise 0.5: cross-entropy against the Prototypical
 	    output=$(DEMO)/$$method-$(SEED) tracking.uri=sqlite:///$(DEMO)/mlflow.db tracking.experiment=demo || exit 1; \
 	done
 	@$(BIN)/python -m pipeline.report uri=sqlite:///$(DEMO)/mlflow.db experiment=demo out=$(DEMO)
-	@echo; echo "Compare the runs in the MLflow UI:  $(BIN)/mlflow ui --backend-store-uri sqlite:///$(DEMO)/mlflow.db   then open http://127.0.0.1:5000"
 
 test: setup-test ffcv browser ## the whole suite
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile tests
@@ -72,7 +77,7 @@ lint: setup-test ## lint, format, types and dependencies
 format: setup-test ## put every file in form
 	@$(BIN)/ruff check --fix -q . ; $(BIN)/ruff format -q .
 
-drill: setup-test ffcv browser ## the long drills: random kills, every file event of a save
+drill: setup-test ffcv browser fashion ## the long drills: random kills, every file event of a save
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests
 
 gpu-check: setup ## on a machine with GPUs, two minutes: exact results on all of them, memory, images per second

@@ -37,12 +37,12 @@ from pipeline.config import DataConfig
 from pipeline.data import sampling
 from pipeline.data.batch import Pass
 from pipeline.data.crops import DRAWS, Views
-from pipeline.data.decode import decode
 from pipeline.data.keyed_random import uniform
 from pipeline.data.loader import open_loader
 from pipeline.distributed.world import World
 from shards.build import ensure
 from shards.config import BuildConfig
+from shards.decode import decode
 from shards.reader import Split, open_split
 
 THREADS = len(os.sched_getaffinity(0))

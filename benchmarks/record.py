@@ -28,6 +28,11 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
 
 def write(result: dict[str, Any], *packages: str) -> None:
     """Print the result and keep it as results/NAME.json, where NAME is the benchmark that is running."""
+    print(keep(result, *packages))
+
+
+def keep(result: dict[str, Any], *packages: str) -> str:
+    """Keep the result there; returns what was written."""
     script = Path(sys.argv[0])
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.machine())
@@ -43,4 +48,4 @@ def write(result: dict[str, Any], *packages: str) -> None:
     out = script.parent / "results" / f"{script.stem}.json"
     out.parent.mkdir(exist_ok=True)
     out.write_text(text + "\n")
-    print(text)
+    return text

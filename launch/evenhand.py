@@ -21,10 +21,12 @@ class Entry(NamedTuple):
 
 
 COMMANDS = {
+    "quick": Entry("python -m launch.quick", "pictures in, a model, wrong labels and a report out; start here"),
     "build": Entry("python -m shards.build", "turn pictures into shards"),
     "inspect": Entry("python -m shards.inspect", "show what is in shards"),
     "verify": Entry("python -m shards.verify", "check shards against their manifest"),
     "train": Entry("python -m pipeline.train", "train on one rank; for more: torchrun -m pipeline.train"),
+    "embed": Entry("python -m pipeline.embed", "store the features of a frozen backbone; training does it by itself"),
     "sweep": Entry("python -m launch.sweep", "many trainings that differ in named settings, and one table"),
     "audit": Entry("python -m pipeline.audit", "list the labels that are probably wrong"),
     "evaluate": Entry("python -m pipeline.evaluate", "the accuracy of a trained model on any shards"),
@@ -79,11 +81,15 @@ def main() -> None:
 
 
 def _start(name: str, rest: list[str]) -> None:
-    from shards.base.cli import use_names
+    from shards.base.interrupt import ends_at_once
 
+    with ends_at_once():
+        from shards.base.cli import use_names
+
+        module = import_module(COMMANDS[name].module)
     use_names({entry.prog: f"evenhand {key}" for key, entry in COMMANDS.items()})
     sys.argv = [f"evenhand {name}", *rest]
-    import_module(COMMANDS[name].module).start()
+    module.start()
 
 
 def _print_completion(rest: list[str]) -> None:

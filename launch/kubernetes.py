@@ -29,7 +29,7 @@ from shards.base import cli
 from shards.base.errors import UserError
 from shards.base.redact import redact
 from shards.base.settings import Settings, find_config
-from shards.config import BuildConfig
+from shards.config import BuildConfig, combine
 
 PROG = "python -m launch.kubernetes"
 CONTAINER = "node"  # the name the Kubeflow Trainer expects
@@ -78,7 +78,7 @@ class JobConfig(Settings):
 
 
 COMMAND = cli.Command(PROG, __doc__ or "", JobConfig, passes_on="settings of the training")
-BUILD = cli.Command("python -m shards.build", "", BuildConfig)
+BUILD = cli.Command("python -m shards.build", "", BuildConfig, combine=combine)
 
 
 def main(argv: list[str]) -> int:
@@ -148,10 +148,15 @@ def _is_remote(url: str) -> bool:
 
 
 def _default_paths(job: JobConfig, run: training.Config) -> list[str]:
-    """Output and cache folders in a pod, if the training does not set them; the cache must fit its disk."""
+    """Output and cache folders in a pod, if the training does not set them; the cache must fit its disk. What the
+    environment says of MLflow is written out.
+    """
     room = CACHED * _bytes(job.disk) / 1e9
+    given = training.tracking_environment()  # of this machine: the pods do not have it, nor its files
+    given = {key: value for key, value in given.items() if key != "uri" or _is_remote(value)}
     return [
         *([] if run.output else [f"output={WORK}/{job.name}"]),
+        *(f"tracking.{key}={value}" for key, value in given.items() if getattr(run.tracking, key) == value),
         *([] if run.data.cache.folder else ["data.cache.folder=/cache"]),
         *([] if run.data.cache.max_gb <= room else [f"data.cache.max_gb={room:.0f}"]),
     ]

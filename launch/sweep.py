@@ -6,47 +6,60 @@
 Settings of the sweep stand before the `--`; settings of all its runs stand after it, as for `python -m pipeline.train`.
 Finished runs are kept: a sweep that was stopped continues where it was. The table (results.md, results.json) has one row
 for each combination without the seed: mean and spread over seeds, and the runs it comes from.
+
+rows=FILE.json keeps finished runs in a file that can go to another machine: a run whose settings and shards equal those of a
+run there is taken from it, and a run that finishes is added to it. The table, of all runs in the file, lies beside it.
+
+vary.draw=0,1,2 draws the bias of the data anew with every seed: seed=K and shards.bias_seed=K. A ranking on one draw may be
+luck; mean and spread are then over draws.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import multiprocessing
 import os
-import platform
 import re
-import shlex
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing.queues import Queue
 from pathlib import Path
-from statistics import mean, stdev
-from typing import Annotated, Any, get_args
+from typing import Annotated, get_args
 
 from pydantic import BeforeValidator, Field, PositiveInt
 
+from launch.sweep_results import Record, add_run, find_finished, read_runs, record_of, shown_command, write_results
 from pipeline import config as configuration
 from pipeline.config import Config, TrackingConfig
 from pipeline.tracking import journal
-from pipeline.tracking.tracker import JOURNAL, NullTracker, Status, start_tracker
+from pipeline.tracking.tracker import DRAW, JOURNAL, VARIED, NullTracker, Status, start_tracker
 from shards.base import cli
 from shards.base.errors import UserError
 from shards.base.redact import redact
 from shards.base.settings import Names, Settings, flatten
 
-COLUMNS = ("best", "last", "mean_last10", "many", "medium", "few", "clean_f1", "seconds")
 RUN_ID_SECONDS = 30.0
+NAMED = ("method.name", "seed", DRAW)  # stand in the name of every run
+DRAWN = ("seed", "shards.bias_seed")  # what vary.draw sets
+NICENESS = 10  # runs give way to other work
 
 
 class SweepConfig(Settings):
     out: str = Field(min_length=1, description="folder for runs and table")
     vary: Annotated[dict[str, Names], BeforeValidator(flatten)] = Field(
         {},
-        description="vary.KEY=A,B,C: a setting of the training and its values; vary.method.name=all takes every method",
+        description="vary.KEY=A,B,C: a setting of the training and its values; vary.method.name=all takes every method, "
+        "vary.draw=0,1,2 varies seed and shards.bias_seed together",
     )
-    jobs: PositiveInt = Field(1, description="runs at a time, each with one rank")
+    jobs: PositiveInt = Field(1, description="runs at a time, each with one rank and its share of the cores")
+    rows: str = Field(
+        "",
+        pattern=r"^$|\.json$",
+        description="file (.json) of finished runs to take from and add to; empty: OUT/results.json, of this sweep",
+    )
 
 
 COMMAND = cli.Command("python -m launch.sweep", __doc__ or "", SweepConfig, passes_on="settings of the training")
@@ -55,6 +68,8 @@ COMMAND = cli.Command("python -m launch.sweep", __doc__ or "", SweepConfig, pass
 def main(argv: list[str]) -> int:
     config, passed_on = COMMAND.load_own(argv)
     varied = {key: _values(key, values) for key, values in config.vary.items()}
+    if DRAW in varied and (twice := next((key for key in DRAWN if key in varied), "")):
+        raise UserError(f"vary.draw sets {twice} already. Leave vary.{twice} out, or vary.draw.")
     out = Path(config.out)
     combinations = [dict(zip(varied, values)) for values in itertools.product(*varied.values())]
     jobs = {_name(choice): choice for choice in combinations}
@@ -62,21 +77,66 @@ def main(argv: list[str]) -> int:
         raise UserError("vary names the same run twice. Give every value once.")
     arguments = {name: _arguments(passed_on, choice, out / name) for name, choice in jobs.items()}
     configs = {name: configuration.load(words) for name, words in arguments.items()}  # all mistakes before any work
+    if DRAW in varied and (url := next((c.shards.url for c in configs.values() if c.shards.url), "")):
+        raise UserError(
+            f"vary.draw draws the bias of the data anew, but shards.url={redact(url)} names finished shards. Name their "
+            "source instead (shards.source=...), or vary.seed."
+        )
+    command, file = shown_command(COMMAND.prog, argv), Path(config.rows) if config.rows else out / "results.json"
+    taken = _taken(file, jobs, configs) if config.rows else set()
     out.mkdir(parents=True, exist_ok=True)
-    parent = _parent(next(iter(configs.values())), out, list(varied))
-    status: Status = "KILLED"
-    try:
-        shared = [f"tracking.tags.sweep={out.name}", *([f"tracking.parent={parent.run_id}"] if parent.run_id else [])]
-        failed = _run_all({name: words + shared for name, words in arguments.items()}, out, config.jobs)
-        status = "FAILED" if failed else "FINISHED"
-    finally:
-        parent.finish(status)
-    rows = table(out, {name: choice for name, choice in jobs.items() if name not in failed}, configs)
-    if rows:
-        _write(out, rows, argv)
+    todo = {name: choice for name, choice in jobs.items() if name not in taken}
+
+    def finished(name: str) -> Record | None:
+        return record_of(name, jobs[name], configs[name], out / name)
+
+    def keep(name: str) -> None:
+        if config.rows and (record := finished(name)):
+            add_run(file, record, command)
+
+    failed = _run_under_a_parent(todo, arguments, configs, config, list(varied), keep)
+    records = [record for name in jobs if name not in failed and (record := finished(name))] if not config.rows else []
+    if records:
+        write_results(file, records, command)
+    table = file.with_suffix(".md")
+    if (records or config.rows) and table.is_file():
+        print(table.read_text(encoding="utf-8"))
     for name, reason in failed.items():
         print(f"{name} failed: {reason}; its log is {out / name}.log", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _taken(file: Path, jobs: dict[str, dict[str, str]], configs: dict[str, Config]) -> set[str]:
+    """The runs that stand in the file already."""
+    records = read_runs(file)
+    taken = {name for name, config in configs.items() if find_finished(records, jobs[name], config)}
+    for name in sorted(taken):
+        print(f"[in {file}] {name}", flush=True)
+    return taken
+
+
+def _run_under_a_parent(
+    todo: dict[str, dict[str, str]],
+    arguments: dict[str, list[str]],
+    configs: dict[str, Config],
+    config: SweepConfig,
+    varied: list[str],
+    keep: Callable[[str], None],
+) -> dict[str, str]:
+    """Train what is to do; returns why runs failed, by name."""
+    if not todo:
+        return {}
+    out = Path(config.out)
+    parent = _parent(configs[next(iter(todo))], out, varied)
+    status: Status = "KILLED"
+    try:
+        shared = [f"tracking.tags.sweep={out.name}", *([f"tracking.parent={parent.run_id}"] if parent.run_id else [])]
+        words = {name: [*arguments[name], *shared, *_varied(choice)] for name, choice in todo.items()}
+        failed = _run_all(words, out, config.jobs, keep)
+        status = "FAILED" if failed else "FINISHED"
+    finally:
+        parent.finish(status)
+    return failed
 
 
 def _values(key: str, values: list[str]) -> list[str]:
@@ -96,8 +156,16 @@ def _name(choice: dict[str, str]) -> str:
     return re.sub(r"[^\w.+-]", "", text) or "run"
 
 
+def _varied(choice: dict[str, str]) -> list[str]:
+    """What the runs of the sweep differ in besides method, seed and draw, for their names in MLflow; and the draw."""
+    text = " ".join(f"{key.split('.')[-1]}={value}" for key, value in choice.items() if key not in NAMED)
+    drawn = [f"tracking.tags.{DRAW}={choice[DRAW]}"] if DRAW in choice else []
+    return drawn + ([f"tracking.tags.{VARIED}={text}"] if text else [])
+
+
 def _arguments(passed_on: list[str], choice: dict[str, str], folder: Path) -> list[str]:
-    return [*passed_on, *(f"{key}={value}" for key, value in choice.items()), f"output={folder}"]
+    chosen = {k: value for key, value in choice.items() for k in (DRAWN if key == DRAW else (key,))}
+    return [*passed_on, *(f"{key}={value}" for key, value in chosen.items()), f"output={folder}"]
 
 
 def _parent(config: Config, out: Path, keys: list[str]) -> NullTracker:
@@ -114,11 +182,14 @@ def _parent(config: Config, out: Path, keys: list[str]) -> NullTracker:
     return tracker
 
 
-def _run_all(arguments: dict[str, list[str]], out: Path, jobs: int) -> dict[str, str]:
+def _run_all(arguments: dict[str, list[str]], out: Path, jobs: int, keep: Callable[[str], None]) -> dict[str, str]:
     """Why runs failed, by name. A run that finished before with these settings is not repeated."""
     failed: dict[str, str] = {}
-    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
-    with pool:
+    context = multiprocessing.get_context("spawn")
+    shares = context.Queue()
+    for share in shares_of_cores(sorted(os.sched_getaffinity(0)), jobs):
+        shares.put(share)
+    with ProcessPoolExecutor(jobs, context, _give_way, (shares, NICENESS)) as pool:
         work = {pool.submit(_train, words, str(out / name) + ".log"): name for name, words in arguments.items()}
         for done, future in enumerate(as_completed(work), 1):
             name = work[future]
@@ -126,8 +197,22 @@ def _run_all(arguments: dict[str, list[str]], out: Path, jobs: int) -> dict[str,
             code = None if error else future.result()
             if error or code:
                 failed[name] = str(error) if error else f"exit code {code}"
+            else:
+                keep(name)
             print(f"[{done}/{len(work)}] {name}{' FAILED' if name in failed else ''}", flush=True)
     return failed
+
+
+def shares_of_cores(cores: list[int], jobs: int) -> list[list[int]]:
+    """The cores of each job: runs that share cores make each other wait. With fewer cores than jobs each has one."""
+    ends = [len(cores) * job // jobs for job in range(jobs + 1)]
+    return [cores[a:b] or [cores[job % len(cores)]] for job, (a, b) in enumerate(itertools.pairwise(ends))]
+
+
+def _give_way(shares: Queue[list[int]], niceness: int) -> None:
+    """At the start of a worker process: its cores, and a low priority."""
+    os.sched_setaffinity(0, shares.get())
+    os.nice(niceness)
 
 
 def _train(words: list[str], log: str) -> int:
@@ -143,72 +228,6 @@ def _train(words: list[str], log: str) -> int:
         except UserError as error:
             print(f"error: {error}", file=file)
             return 2
-
-
-def table(out: Path, jobs: dict[str, dict[str, str]], configs: dict[str, Config]) -> list[dict[str, Any]]:
-    """One row per combination without the seed."""
-    groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
-    for name, choice in jobs.items():
-        groups.setdefault(tuple((k, v) for k, v in choice.items() if k != "seed"), []).append(name)
-    rows: list[dict[str, Any]] = []
-    for key, names in groups.items():
-        summaries = {
-            name: json.loads((out / name / "summary.json").read_text())
-            for name in names
-            if (out / name / "summary.json").is_file()
-        }
-        row: dict[str, Any] = {**dict(key), "seeds": len(summaries)}
-        for column in COLUMNS:
-            values = [summary[column] for summary in summaries.values() if summary.get(column) is not None]
-            if values:
-                row[column] = {
-                    "mean": mean(values),
-                    "spread": stdev(values) if len(values) > 1 else None,
-                    "values": values,
-                }
-        row["runs"] = {name: summary.get("run_id") for name, summary in summaries.items()}
-        row["epochs"], row["recipe"] = configs[names[0]].train.epochs, configs[names[0]].recipe
-        rows.append(row)
-    return rows
-
-
-def _write(out: Path, rows: list[dict[str, Any]], argv: list[str]) -> None:
-    import torch
-
-    made = {
-        "command": redact(f"{COMMAND.prog} {shlex.join(argv)}"),
-        "date": time.strftime("%Y-%m-%d"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {'CUDA' if torch.cuda.is_available() else 'no GPU'}",
-    }
-    (out / "results.json").write_text(json.dumps({"made": made, "rows": rows}, indent=1) + "\n")
-    keys = [key for key in rows[0] if key not in (*COLUMNS, "runs")]
-    lines = [f"Made by `{made['command']}` on {made['date']}: {made['machine']}, torch {made['torch']}.", ""]
-    lines += ["| " + " | ".join([*keys, *COLUMNS]) + " |", "|" + "---|" * (len(keys) + len(COLUMNS))]
-    lines += [
-        "| " + " | ".join([*(str(row[key]) for key in keys), *(_cell(row.get(c), c) for c in COLUMNS)]) + " |"
-        for row in rows
-    ]
-    lines += [
-        "",
-        "Mean ± standard deviation over seeds. clean_f1: F1 of finding the right labels; methods that select no samples have none.",
-    ]
-    lines += ["", "Runs in MLflow:", ""]
-    for row in rows:
-        ids = ", ".join(run_id for run_id in row["runs"].values() if run_id)
-        lines.append(f"- {' '.join(str(row[key]) for key in keys)}: {ids or 'none'}")
-    text = "\n".join(lines) + "\n"
-    (out / "results.md").write_text(text)
-    print(text)
-
-
-def _cell(value: dict[str, Any] | None, column: str) -> str:
-    if value is None:
-        return "-"
-    digits = 3 if column == "clean_f1" else 0 if column == "seconds" else 2
-    spread = f" ± {value['spread']:.{digits}f}" if value["spread"] is not None else ""
-    return f"{value['mean']:.{digits}f}{spread}"
 
 
 def start() -> None:

@@ -48,12 +48,11 @@ COMMAND = cli.Command(
 def evaluate_split(opened: OpenedRun, split: Split, world: World) -> Evaluation:
     """The model on one split, by true labels where they are known. Called by all ranks; an error of one rank is raised
     on all of them."""
-    from pipeline.data.loader import open_loader
     from pipeline.distributed.step_sync import StepSync
     from pipeline.evaluation.accuracy import evaluate
 
-    model, config = opened.model, opened.model.config
-    loader = open_loader(split, config.data, config.seed, world, 1, config.model.channels_last)
+    model = opened.model
+    loader = opened.loader(split, world)
     labels = split.true if (split.true >= 0).any() else split.given
     counts = model.clean_counts  # a class is many, medium or few by what the model was trained on
     errors: list[UserError] = []
@@ -154,10 +153,19 @@ def _print(name: str, opened: OpenedRun, result: Evaluation) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from shards.bias import class_groups
+    from shards.names import few_in_words
+
     console = Console(width=None if Console().is_terminal else 100)
     known = {key.removeprefix(f"{name}/"): value for key, value in result.metrics.items()}
     shown = {key: value for key, value in known.items() if "top" in key or "/" not in key}
-    console.print(f"{opened.name} on {name}: " + "  ".join(f"{key} {value:.2f}" for key, value in shown.items()))
+    few = class_groups(opened.model.clean_counts)["few"]
+    sizes = {
+        f"few_{name}_pictures": int(result.total[few].sum()),
+        "few_training_samples": int(opened.model.clean_counts[few].sum()),
+    }
+    line = "  ".join(f"{k} {v:.2f}{few_in_words(sizes, name) if k == 'few' else ''}" for k, v in shown.items())
+    console.print(f"{opened.name} on {name}: {line}")
     if len(opened.model.classes) > 20:
         return
     grid = Table()

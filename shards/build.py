@@ -17,14 +17,15 @@ from shards.base.errors import UserError
 from shards.base.files import removed_lock
 from shards.base.progress import Log
 from shards.base.storage import Store, store_at
-from shards.builder import Build, read_record, remove_leftovers
-from shards.config import BuildConfig, in_old_spelling
+from shards.builder import Build, remove_leftovers
+from shards.config import BuildConfig, combine, in_old_spelling, with_young
 from shards.reader import read_manifest
+from shards.record import read_record
 from shards.sources import collect
 from shards.write import leave_out_pandas, prepare
 
 ABOUT = "Turn pictures into shards: webdataset tars or an FFCV file, a sample table and a manifest."
-COMMAND = cli.Command("python -m shards.build", ABOUT, BuildConfig)
+COMMAND = cli.Command("python -m shards.build", ABOUT, BuildConfig, combine=combine)
 
 
 def ensure(config: BuildConfig, log: Log = print, rank: int = 0, world: int = 1) -> str:
@@ -55,9 +56,9 @@ def _finished(store: Store, config: BuildConfig) -> bool:
         return False
     record = read_record(store)
     options = record["options"] if record else manifest.parse(data, repr(store)).options
-    made = in_old_spelling(BuildConfig().content() | options)  # an option younger than the shards had its default
+    made = in_old_spelling(with_young(BuildConfig().content() | options))  # one younger than the shards had its default
     # A copy of the shards alone does not know where the input was.
-    wanted = in_old_spelling(config.content(inputs=record is not None))
+    wanted = in_old_spelling(with_young(config.content(inputs=record is not None)))
     differing = [key for key in wanted if made[key] != wanted[key]]
     if differing:
         listed = ", ".join(f"{key}={made[key]!r} (now {wanted[key]!r})" for key in differing[:4])

@@ -22,29 +22,22 @@ from shards.base.progress import Log, Progress
 from shards.base.redact import redact
 from shards.base.storage import Store
 from shards.config import BuildConfig
+from shards.copies import warnings_of_copies
 from shards.manifest import FileInfo, Manifest, RejectedInfo, ShardInfo, SplitInfo
+from shards.names import tail_in_words
 from shards.picture import Rules, check_and_convert
-from shards.plan import Plan, describe, make_plan
+from shards.plan import Plan, describe, make_plan, warnings_of_bias
+from shards.record import RECORD, read_record
 from shards.sources import Collection, Rejected
 from shards.write import JSON_FIELDS, Job, Part, Task, load_part, part_name, shard_name, write_all
 
-RECORD = "build.json"
 MADE_BY = "evenhand 0.1.0"
 SINGLE_WRITER_SAMPLES = 5000  # for fewer, starting more processes takes longer than the work
 MAX_SHARD_SAMPLES = 10_000  # in one shard
 USUAL_SHARDS, MIN_SHARD_SAMPLES = 32, 512  # a small set gets smaller shards, so that every writer has work
 WAIT_SECONDS = 1800.0  # a rank gives up when the others have written nothing for so long
-_SPLITS = "train|test|imagenet"
+_SPLITS = "train|validation|test|imagenet"
 _OUR_FILES = re.compile(rf"(({_SPLITS})-\d{{6}}\.tar|({_SPLITS}|rejected)\.parquet|({_SPLITS})\.beton)")
-
-
-def read_record(store: Store) -> dict[str, Any] | None:
-    """The options and input digest of the build in this store; None if there is none."""
-    try:
-        record = json.loads(store.read(RECORD, 1 << 20) or b"")
-        return record if isinstance(record["options"], dict) and record["input"] else None
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 def remove_leftovers(store: Store, about: Manifest) -> None:
@@ -76,6 +69,7 @@ class Build:
         self.bad: dict[str, set[int]] = {}
         self.reasons = list(collection.rejected)
         self.sizes: dict[str, int] = {}
+        self.checks: dict[str, list[np.ndarray]] = {}  # of the stored bytes, by split
 
     def run(self) -> Manifest:
         try:
@@ -91,6 +85,8 @@ class Build:
     def _run(self) -> Manifest:
         self._check_rejected()
         plans = make_plan(self.collection, self.config, {})
+        for warning in warnings_of_bias(self.collection, plans["train"], self.config):
+            self.log(warning)
         self._choose_sizes_and_record(plans)
         for number in itertools.count():
             closed = self._read_round(number)  # written by an earlier start that was killed
@@ -297,9 +293,16 @@ class Build:
             for shard in splits[split].shards:
                 self.store.remove(shard.name)
         self.store.remove_folder(".build")
+        for warning in warnings_of_copies(
+            {split: np.concatenate(parts) for split, parts in self.checks.items()},
+            {split: plan.given for split, plan in plans.items()},
+            lambda split, index: self.collection.splits[split].keys[int(plans[split].rows[index])].as_py(),
+        ):
+            self.log(warning)
         rejected = f", {len(reasons)} rejected (rejected.parquet says why)" if reasons else ""
         samples = ", ".join(f"{info.samples} {split}" for split, info in splits.items())
-        self.log(f"{self.store}: {samples} samples, {len(self.collection.classes)} classes{rejected}.")
+        classes = f"{len(self.collection.classes)} classes, {tail_in_words(about.bias)}"
+        self.log(f"{self.store}: {samples} samples, {classes}{rejected}.")
         return about
 
     def _table(self, split: str, plans: dict[str, Plan]) -> SplitInfo:
@@ -321,6 +324,8 @@ class Build:
                         samples=stop - start,
                     )
                 )
+                check = written["crc32"].to_numpy() << 32 | written["size"].to_numpy()
+                self.checks.setdefault(split, []).append(check)
                 columns: dict[str, Any] = {
                     "index": np.arange(start, stop, dtype=np.int32),
                     "shard": np.full(stop - start, number, np.int32),

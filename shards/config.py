@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from shards.base.settings import Effect, Input, NoEffect, Settings, effects
+from shards.base.errors import UserError
+from shards.base.settings import Effect, Input, NoEffect, Settings, Tree, effects, merge
 
-SourceName = Literal["digits", "cifar10", "cifar100", "webvision", "folder", "list"]
+SourceName = Literal["digits", "cifar10", "cifar100", "fashion_mnist", "webvision", "folder", "list"]
 NoiseKind = Literal["prior", "effective", "symmetric", "asymmetric", "none"]
 
 # Files of these names are taken for pictures, by builds and by predict.
@@ -20,9 +21,13 @@ SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp")
 OLD_COLUMNS = {"given": "label", "true": "true_label"}
 # Collections that are biased already: nothing is injected unless somebody asks for it.
 BIASED_BY_NATURE = ("webvision", "folder", "list")
+VALIDATION = "validation"  # the split that methods and settings are chosen on
+# Settings younger than the first shards. At their default they are left out of what describes and names shards, so that
+# shards built before are the same ones.
+_YOUNG: dict[str, Any] = {"validation": 0.0}
 # Files that some sources would never look at; whoever names one expects it to count.
 _ONLY_FOR = {
-    "labels": ("digits", "cifar10", "cifar100"),
+    "labels": ("digits", "cifar10", "cifar100", "fashion_mnist"),
     "imagenet": ("webvision",),
     "validation_path": ("folder", "list"),
 }
@@ -37,6 +42,11 @@ def in_old_spelling(options: dict[str, Any]) -> dict[str, Any]:
     """Options with the default columns of version 0.1. Only to compare and to name: shards built then are found again."""
     columns = ("label_column", "true_column")
     return {key: OLD_COLUMNS.get(value, value) if key in columns else value for key, value in options.items()}
+
+
+def with_young(options: dict[str, Any]) -> dict[str, Any]:
+    """Options with the settings that are left out at their default. To compare builds."""
+    return _YOUNG | options
 
 
 LocalPath = Annotated[str, AfterValidator(_local)]
@@ -85,7 +95,7 @@ class BuildConfig(Settings):
     )
     labels: Input[LocalPath] = Field(
         default="",
-        description="source=digits/cifar: CSV or Parquet with one noisy label per training picture",
+        description="source=digits/cifar/fashion_mnist: one noisy label per training picture: CSV, Parquet, or a file of CIFAR-N (.pt)",
     )
     path_column: str = Field(default="path", description="lists: column of paths")
     label_column: str = Field(
@@ -101,9 +111,16 @@ class BuildConfig(Settings):
         default="", description="source=folder/list: second folder or list with the test pictures"
     )
     validation_fraction: float = Field(
-        default=0.1, gt=0, lt=1, description="share of each class held out if no test set is given"
+        default=0.1, gt=0, lt=1, description="share of each class held out as test pictures if no test set is given"
     )
-    validation_seed: int = Field(default=0, ge=0, description="seed of the held-out part, apart from bias_seed")
+    validation: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="share of the training pictures for a split 'validation' of its own, equally many of each class, "
+        "cut before any bias; 0: none",
+    )
+    validation_seed: int = Field(default=0, ge=0, description="seed of what is held out, apart from bias_seed")
 
     rho: float = Field(
         default=10.0,
@@ -184,7 +201,11 @@ class BuildConfig(Settings):
         """The settings that decide what is in the shards; without `inputs`, no path of this machine."""
         known = effects(BuildConfig)
         wanted = (Effect.RESULT, Effect.INPUT) if inputs else (Effect.RESULT,)
-        return {key: value for key, value in self.model_dump(mode="json").items() if known[key] in wanted}
+        return {
+            key: value
+            for key, value in self.model_dump(mode="json").items()
+            if known[key] in wanted and _YOUNG.get(key) != value
+        }
 
     def place(self) -> str:
         """Where the shards are or will be."""
@@ -193,3 +214,39 @@ class BuildConfig(Settings):
         digest = hashlib.sha256(json.dumps(in_old_spelling(self.content()), sort_keys=True).encode()).hexdigest()[:8]
         bias = f"rho{self.rho:g}-noise{self.noise:g}-seed{self.bias_seed}"
         return f"data/{self.source}-{bias}-{digest}"
+
+
+def combine(file_tree: Tree, overrides: Tree) -> Tree:
+    """The file, then the command line, as every command has it; checked for bias that nobody asked for."""
+    tree = merge(file_tree, overrides)
+    refuse_unasked_bias(tree, overrides)
+    return tree
+
+
+def refuse_unasked_bias(tree: Tree, typed: Tree, prefix: str = "") -> None:
+    """A config file written for clean data must not remove pictures or falsify labels of somebody's own collection.
+
+    typed: what stands on the command line; a value there is asked for.
+    """
+    if tree.get("source") not in BIASED_BY_NATURE or tree.get("url"):
+        return
+    neutral = {"rho": 1, "noise": 0}
+    unasked = {key: tree[key] for key in neutral if key in tree and key not in typed}
+    unasked = {key: value for key, value in unasked.items() if _number(value) > neutral[key]}
+    if unasked:
+        found = " and ".join(f"{key}={value}" for key, value in unasked.items())
+        harm = {"rho": "remove pictures", "noise": "falsify labels"}
+        without = " ".join(f"{prefix}{key}={neutral[key]}" for key in unasked)
+        raise UserError(
+            f"{found} of the config file would {' and '.join(harm[key] for key in unasked)} of your own collection "
+            f"(source={tree['source']}). Leave that out with {without}, or, if you mean it, write "
+            f"{' '.join(f'{prefix}{key}={value}' for key, value in unasked.items())} on the command line."
+        )
+
+
+def _number(value: object) -> float:
+    """0 for what is no number: the check of types comes later and says it better."""
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return 0.0

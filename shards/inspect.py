@@ -18,16 +18,20 @@ from rich.text import Text
 
 from shards.base import cli
 from shards.base.errors import UserError
+from shards.base.progress import Progress
 from shards.base.redact import redact
 from shards.base.settings import Settings
 from shards.bias import counts_of
 from shards.config import CacheConfig
+from shards.findings import count_findings, find_in_pictures
+from shards.names import injected, name_of_shards, tail_in_words
 from shards.picture import to_rgb
 from shards.reader import Split, open_split, read_manifest
 from shards.verify import files
 
 ABOUT = "Show what is in finished shards, and draw a contact sheet of pictures with given and true labels."
 RIGHT, WRONG, UNKNOWN = (38, 132, 76), (196, 48, 43), (140, 140, 140)
+LOOK_UP_TO = 20_000  # pictures that are looked through unasked
 TILE, CAPTION, GAP, LEFT = 88, 18, 10, 190
 
 
@@ -41,6 +45,11 @@ class InspectConfig(Settings):
     rows: int = Field(default=12, ge=1, le=100, description="classes on the contact sheet, from large to small")
     columns: int = Field(default=10, ge=1, le=50, description="pictures of each class")
     seed: int = Field(default=0, ge=0, description="chooses the pictures")
+    pictures: bool | None = Field(
+        default=None,
+        description=f"look for copies, test pictures in train and faults, in one pass over all pictures; none: if the "
+        f"shards are local and have at most {LOOK_UP_TO:,} pictures",
+    )
     cache: CacheConfig = Field(default_factory=CacheConfig, description="copies of remote shards")
 
 
@@ -53,7 +62,7 @@ def show(url: str, split: Split, console: Console) -> None:
     bias = about.bias
     size = sum(file.bytes for file in files(about))
     samples = ", ".join(f"{info.samples:,} {name}" for name, info in about.splits.items())
-    tail = f"rho {bias.rho:g}" + (f" (realised {bias.realised_rho:g})" if bias.realised_rho else "")
+    tail = tail_in_words(bias)
     noise = "no noise injected"
     if bias.noise_kind != "none":
         changed = f"{bias.flipped:,} labels changed ({bias.realised_noise:.1%})"
@@ -61,8 +70,8 @@ def show(url: str, split: Split, console: Console) -> None:
     groups = ", ".join(f"{len(classes)} {name}" for name, classes in about.groups.items())
     reasons = ", ".join(f"{count} {reason}" for reason, count in about.rejected.reasons.items())
     lines = [
-        f"[bold]{escape(about.source)}[/]: {samples} samples, {len(about.classes)} classes ({groups})",
-        f"{tail}, {noise}, bias seed {bias.seed}",
+        f"[bold]{escape(name_of_shards(url, about))}[/]: {samples} samples, {len(about.classes)} classes ({groups})",
+        f"{tail}, {noise}" + (f", bias seed {bias.seed}" if injected(bias) else ""),
         f"{len(list(files(about)))} files, {size / 1e6:,.1f} MB; manifest {about.hash[:12]}",
         f"rejected: {about.rejected.count}" + (f" ({escape(reasons)})" if reasons else ""),
     ]
@@ -99,6 +108,29 @@ def _classes(split: Split, counts: dict[str, list[int]]) -> Table:
     if len(shown) < classes:
         table.caption = f"{len(shown)} of {classes} classes, from large to small"
     return table
+
+
+def look(splits: dict[str, Split], console: Console) -> None:
+    """Read every picture and print how many copies, leaks and faults there are."""
+    total = sum(map(len, splits.values()))
+    console.print(f"Looking at {total:,} pictures for copies and faults (pictures=false leaves it out).")
+    with Progress(total, "pictures", console.print, bar=True) as progress:
+        findings = find_in_pictures(splits, progress.step)
+    table = Table(title="pictures", title_justify="left", box=box.SIMPLE)
+    table.add_column("what")
+    for name in findings.splits:
+        table.add_column(name, justify="right")
+    for what, counts in count_findings(findings).items():
+        table.add_row(what, *(str(counts[name]) for name in findings.splits))
+    console.print(table)
+    for name, found in findings.leaks.items():
+        if len(found):
+            sample, train = found[0].tolist()
+            console.print(
+                f"{len(np.unique(found[:, 0]))} pictures of '{name}' are in train too, for example {name} {sample} = train "
+                f"{train} ({escape(splits[name].keys([sample])[0])}, {escape(splits['train'].keys([train])[0])}). "
+                "Results on them say too much: remove them from train, and build again."
+            )
 
 
 def _spread(counts: NDArray[np.int64], most: int) -> list[int]:
@@ -162,6 +194,12 @@ def main(argv: list[str]) -> int:
     config = COMMAND.load(argv)
     split = open_split(config.url, config.split, config.cache)
     show(config.url, split, Console())
+    everything = {name: open_split(config.url, name, config.cache) for name in split.manifest.splits}
+    few = split.store.root is not None and sum(map(len, everything.values())) <= LOOK_UP_TO
+    if split.info.shards and (few if config.pictures is None else config.pictures):
+        look(everything, Console())
+    elif config.pictures:
+        raise UserError("pictures=true needs tars, and there are FFCV files only. Build with format=both.")
     if config.sheet and not split.info.shards:
         print("No contact sheet: there are FFCV files only.")
     elif config.sheet:

@@ -20,7 +20,7 @@ from shards.base.settings import Settings
 FILE = "manifest.json"
 FORMAT, VERSION = "evenhand-shards", 1
 MAX_BYTES = 256 << 20
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.(tar|parquet|beton)")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.(tar|parquet|beton|npy|safetensors)")
 
 _TABLE_COLUMNS: dict[str, Any] = {
     "index": pa.int32(),  # permanent, 0..N-1

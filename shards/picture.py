@@ -1,6 +1,6 @@
 """Encoded pictures: which are accepted, what they may hold, and what is stored of them.
 
-The rules that builds (`check_and_convert`) and readers (`pipeline.data.decode`) share are here: file suffixes,
+The rules that builds (`check_and_convert`) and readers (`shards.decode`) share are here: file suffixes,
 formats, the pixel limit, EXIF orientation and the conversion to RGB.
 
 A build keeps the bytes of ordinary pictures. What readers would get wrong (CMYK, 16 bit, palettes,

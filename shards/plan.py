@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from shards import bias
 from shards.base.errors import UserError
-from shards.config import BuildConfig
+from shards.config import BIASED_BY_NATURE, VALIDATION, BuildConfig
 from shards.manifest import BiasInfo
 from shards.sources import Collection, SourceTable
 
@@ -57,6 +57,9 @@ def _choose(name: str, rows: SourceTable, collection: Collection, config: BuildC
     chosen = np.flatnonzero(usable)
     known = bool((rows.true >= 0).all())
     before = rows.true if known else rows.given
+    if name == VALIDATION:  # equally many of each class, also where some pictures cannot be used
+        each = np.full(classes, bias.counts_of(rows.given[chosen], classes).min())
+        chosen = bias.keep_rows(rows.given, chosen, each, np.arange(len(rows)))
     if name != "train":
         nothing = np.zeros(len(chosen), bool)
         return Plan(chosen, rows.given[chosen], rows.true[chosen], nothing, bias.counts_of(before[chosen], classes))
@@ -170,3 +173,18 @@ def describe(collection: Collection, plan: Plan, config: BuildConfig) -> BiasInf
         flipped=int(plan.flipped.sum()),
         transition=matrix,
     )
+
+
+def warnings_of_bias(collection: Collection, plan: Plan, config: BuildConfig) -> list[str]:
+    """What is done on purpose to somebody's own training pictures, to be said aloud."""
+    if config.source not in BIASED_BY_NATURE:
+        return []
+    total, flipped = len(collection.splits["train"]), int(plan.flipped.sum())
+    out = []
+    if config.rho > 1:
+        out.append(
+            f"WARNING: rho={config.rho:g} leaves out {total - len(plan)} of your {total} training pictures on purpose."
+        )
+    if flipped:
+        out.append(f"WARNING: noise={config.noise:g}: {flipped} of your {len(plan)} labels are made wrong on purpose.")
+    return out

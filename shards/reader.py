@@ -1,18 +1,11 @@
 """Reading finished shards: labels as arrays, any picture by its byte offset through memory maps.
 
-Checked at opening: the manifest, the sha256 of the table, the size of every shard, and the sha256 of all shards
-if a split has at most 1 GiB. In a larger split each shard is hashed in the background from its first use on; if
-one is bad, the next read fails. Copies of remote shards are checked before use.
+Checked at opening: the manifest, the sha256 of the table and the size of every shard; `mapped.py` checks their sha256.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import mmap
-import os
-import queue
-import threading
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
@@ -24,15 +17,14 @@ from numpy.typing import NDArray
 
 from shards import manifest
 from shards.base.errors import UserError
-from shards.base.redact import redact
 from shards.base.storage import store_at
-from shards.cache import Cache, NoRoom
+from shards.cache import NoRoom
 from shards.config import CacheConfig
-from shards.manifest import FileInfo, Manifest, ShardInfo
+from shards.manifest import Manifest, ShardInfo
+from shards.mapped import MappedFiles
 from shards.picture import pixel_limit
 
 log = logging.getLogger(__name__)
-EAGER_BYTES = 1 << 30
 _COLUMNS = ("shard", "offset", "size", "given", "true")
 
 
@@ -64,23 +56,15 @@ class Split:
         self.info = about.splits[name]
         self.classes = about.classes
         self.shard_sizes = [shard.samples for shard in self.info.shards] or [self.info.samples]
-        self._cache = Cache(self.store, cache, verify)
-        self._maps: dict[int, mmap.mmap] = {}
+        self.files = MappedFiles(self.store, self.info.shards, cache, verify)
         self._streamed: set[int] = set()  # shards for which the cache has no room
-        self._lock = threading.Lock()
-        self._process = os.getpid()
-        self._unchecked: queue.SimpleQueue[tuple[str, FileInfo]] | None = None
-        self._failure: UserError | None = None
-        self._eager = sum(shard.bytes for shard in self.info.shards) <= EAGER_BYTES
-        self._check_sizes()
+        self.files.check_sizes(filter(None, (*self.info.shards, self.info.table, self.info.beton)))
         columns = self._load_table()
         self.given: NDArray[np.int32] = columns["given"]
         self.true: NDArray[np.int32] = columns["true"]
         self._shard, self._offset, self._size = columns["shard"], columns["offset"], columns["size"]
         self._check_table()
-        if verify and self.store.root and self._eager:
-            for number in range(len(self.info.shards)):
-                self._map(number)
+        self.files.open_all()
 
     def __len__(self) -> int:
         return self.info.samples
@@ -97,16 +81,13 @@ class Split:
 
     def read(self, index: int) -> memoryview:
         """The encoded picture of a sample."""
-        if os.getpid() != self._process:
-            self._after_fork()
-        if self._failure is not None:
-            raise self._failure
         shard = int(self._shard[index])
         offset = int(self._offset[index])
         end = offset + int(self._size[index])
         if shard not in self._streamed:
             try:
-                return memoryview(self._maps.get(shard) or self._map(shard))[offset:end]
+                self._tar(shard)
+                return memoryview(self.files.map(shard))[offset:end]
             except NoRoom as error:
                 self._read_without_copy(shard, error)
         return memoryview(self.read_one(index))
@@ -118,8 +99,7 @@ class Split:
 
     def prefetch(self, shards: Iterable[int]) -> None:
         """Download remote shards ahead, in the order in which they will be used."""
-        if self.store.root is None:
-            self._cache.prefetch([self.info.shards[number] for number in shards])
+        self.files.prefetch(shards)
 
     def keys(self, indices: Iterable[int] | None = None) -> list[str]:
         """Names of samples in the source."""
@@ -146,44 +126,14 @@ class Split:
         """Local path of the FFCV file of this split, if one was built."""
         if self.info.beton is None:
             return None
-        path = self._cache.local(self.info.beton)
-        self._check_digest(str(path), self.info.beton)
+        path = self.files.cache.local(self.info.beton)
+        self.files.check_digest(str(path), self.info.beton)
         return str(path)
-
-    def _check_sizes(self) -> None:
-        if self.store.url.startswith("http"):  # it has no listings; downloads are checked when they arrive
-            return
-        sizes = self.store.sizes()
-        for file in filter(None, (*self.info.shards, self.info.table, self.info.beton)):
-            if sizes.get(file.name) != file.bytes:
-                self._raise_wrong_size(file, sizes.get(file.name))
-
-    def _shown(self, name: str) -> str:
-        return redact(self.store.at(name))
-
-    def _raise_wrong_size(self, file: FileInfo, size: int | None) -> None:
-        what = "is missing" if size is None else f"has {size} bytes instead of {file.bytes}"
-        raise UserError(
-            f"Shard {self._shown(file.name)} {what}. Copy it again from where it came, or remove the "
-            "folder and build the shards anew."
-        )
-
-    def _altered_error(self, name: str) -> UserError:
-        return UserError(
-            f"Shard {self._shown(name)} was altered: its sha256 is not that of the manifest. Copy it again "
-            "from where it came, or remove the folder and build the shards anew."
-        )
-
-    def _check_digest(self, path: str, file: FileInfo) -> None:
-        if self.verify and self.store.root:  # copies of remote files were checked when they arrived
-            with open(path, "rb") as handle:
-                if hashlib.file_digest(handle, "sha256").hexdigest() != file.sha256:
-                    raise self._altered_error(file.name)
 
     def _open_table(self) -> pa.NativeFile:
         """Opened each time: the cache may remove the copy, but an open file stays readable."""
         while True:
-            path = str(self._cache.local(self.info.table))
+            path = str(self.files.cache.local(self.info.table))
             try:
                 return pa.OSFile(path)
             except FileNotFoundError:
@@ -193,11 +143,11 @@ class Split:
 
     def _load_table(self) -> dict[str, NDArray[Any]]:
         if self.store.root:
-            self._check_digest(str(self.store.root / self.info.table.name), self.info.table)
+            self.files.check_digest(str(self.store.root / self.info.table.name), self.info.table)
         columns: dict[str, NDArray[Any]] = {}
         table = pa.parquet.ParquetFile(self._open_table())
         if table.metadata.num_rows != len(self):
-            raise self._altered_error(self.info.table.name)
+            raise self.files.altered_error(self.info.table.name)
         for name in _COLUMNS:  # one at a time: the peak of memory is one column above the result
             out = np.empty(len(self), manifest.TABLE.field(name).type.to_pandas_dtype())
             start = 0
@@ -218,18 +168,9 @@ class Split:
             valid = valid and bool(((self._offset >= 0) & (self._size >= 0)).all())
             valid = valid and bool((self._offset + self._size <= sizes[self._shard]).all())
         if not valid:
-            raise UserError(f"{self._shown(self.info.table.name)} is damaged: it points outside its shards or classes.")
-
-    def _map(self, number: int) -> mmap.mmap:
-        """The memory map of a shard. The first call downloads and checks the shard."""
-        with self._lock:
-            if number in self._maps:
-                return self._maps[number]
-            view = self._open(self._tar(number))
-            self._maps[number] = view
-            if self.store.root is None:
-                self._drop_old_maps()
-            return view
+            raise UserError(
+                f"{self.files.shown(self.info.table.name)} is damaged: it points outside its shards or classes."
+            )
 
     def _tar(self, number: int) -> ShardInfo:
         if not self.info.shards:
@@ -241,47 +182,3 @@ class Split:
         if not self._streamed:
             log.warning("%s Until the next start pictures are read one by one from the store, which is slow.", why)
         self._streamed.add(shard)
-
-    def _open(self, shard: ShardInfo) -> mmap.mmap:
-        while True:
-            path = self._cache.local(shard)
-            try:
-                if self._eager:  # by reading the file: hashing the map would keep its pages in memory
-                    self._check_digest(str(path), shard)
-                elif self.verify and self.store.root:
-                    self._check_in_background(str(path), shard)
-                with open(path, "rb") as file:
-                    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            except FileNotFoundError:
-                if self.store.root:
-                    self._raise_wrong_size(shard, None)
-                # Else another process has just removed the copy to make room: download it again.
-
-    def _check_in_background(self, path: str, shard: FileInfo) -> None:
-        """Hash in the background: hashing hundreds of GB must not delay the first batch."""
-        if self._unchecked is None:
-            self._unchecked = queue.SimpleQueue()
-            threading.Thread(target=self._check_queued, args=(self._unchecked,), daemon=True).start()
-        self._unchecked.put((path, shard))
-
-    def _check_queued(self, waiting: queue.SimpleQueue[tuple[str, FileInfo]]) -> None:
-        while self._failure is None:
-            try:
-                self._check_digest(*waiting.get())
-            except UserError as error:
-                self._failure = error
-
-    def _drop_old_maps(self) -> None:
-        """A mapped copy keeps its disk space even if the cache removes it: map no more bytes than the cache may hold."""
-        mapped = sum(self.info.shards[number].bytes for number in self._maps)
-        while mapped > self._cache.config.max_gb * 1e9 and len(self._maps) > 1:
-            oldest = next(iter(self._maps))
-            mapped -= self.info.shards[oldest].bytes
-            del self._maps[oldest]  # closed when its last view is gone
-
-    def _after_fork(self) -> None:
-        # Maps stay valid after a fork. A lock that another thread held at that moment would never be released.
-        self._lock = threading.Lock()
-        self._unchecked = None
-        self._cache = Cache(self.store, self._cache.config, self.verify)
-        self._process = os.getpid()

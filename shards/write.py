@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ _PART_COLUMNS: dict[str, Any] = {
     "size": pa.int32(),
     "format": pa.string(),
     "reason": pa.string(),  # why it was rejected; null: it was not
+    "crc32": pa.int64(),  # of the stored bytes
 }
 PART = pa.schema(_PART_COLUMNS)
 
@@ -108,7 +110,7 @@ def load_part(store: Store, shard: str) -> Part | None:
         about = json.loads(table.schema.metadata[b"shard"])
     except (pa.ArrowException, KeyError, TypeError, ValueError):
         return None
-    if store.size(shard) != about["bytes"]:
+    if store.size(shard) != about["bytes"] or table.column_names != PART.names:
         return None
     return Part(about["digest"], about["bytes"], about["sha256"], table)
 
@@ -117,7 +119,7 @@ def write_shard(task: Task, job: Job, step: Callable[[int], None]) -> None:
     """Read, check, perhaps shrink, and store the samples of a task. Rejected ones go to the record only."""
     store = store_at(job.url)
     quoted_classes = [_quoted(name) for name in job.classes]
-    records: list[tuple[int, int, int, str | None, str | None]] = []
+    records: list[tuple[int, int, int, str | None, str | None, int]] = []
     given, true, flipped = task.given.tolist(), task.true.tolist(), task.flipped.tolist()
     temporary = store.temporary()
     try:
@@ -129,16 +131,16 @@ def write_shard(task: Task, job: Job, step: Callable[[int], None]) -> None:
                         job.reader.read(task.split, row, key), job.rules
                     )
                 except Rejected as error:
-                    records.append((row, 0, 0, None, str(error)))
+                    records.append((row, 0, 0, None, str(error), 0))
                 except OSError as error:
-                    records.append((row, 0, 0, None, _reason(error)))
+                    records.append((row, 0, 0, None, _reason(error), 0))
                 except Exception as error:  # one strange picture among millions must not end the build
-                    records.append((row, 0, 0, None, f"cannot be decoded ({type(error).__name__})"))
+                    records.append((row, 0, 0, None, f"cannot be decoded ({type(error).__name__})", 0))
                 else:
                     index = task.start + position
                     about = _sample_json(index, given[position], true[position], flipped[position], quoted_classes, key)
                     offset = tar.add(b"%08d" % index, extension.encode(), picture, about)
-                    records.append((row, offset, len(picture), extension, None))
+                    records.append((row, offset, len(picture), extension, None, zlib.crc32(picture)))
                 if position % 64 == 63:
                     step(64)
             step(len(task.rows) % 64)

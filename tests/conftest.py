@@ -9,8 +9,13 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from pipeline.process.amx import avoid_broken_amx
+
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+for _name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):  # tests say themselves where runs go
+    os.environ.pop(_name, None)
+avoid_broken_amx()  # tests that use half precision in this process do not begin with apply_torch_settings
 # The same examples every time: a gate says what changed, it does not explore. HYPOTHESIS=random does.
 hypothesis.settings.register_profile("gate", derandomize=True)
 hypothesis.settings.register_profile("random")

@@ -17,7 +17,8 @@ from pipeline.distributed.step_sync import StopSource
 from pipeline.distributed.world import World
 from pipeline.engines import make_engine
 from pipeline.engines.engine import Engine
-from pipeline.methods.base import Method, Stage, load_method
+from pipeline.methods.base import Method, Stage
+from pipeline.methods.simclr import method_class
 from pipeline.tracking.tracker import NullTracker
 from pipeline.training.trainer import Trainer, TrainingData
 from shards.base.settings import merge
@@ -47,7 +48,7 @@ def splits(url: str) -> dict[str, Split]:
 def make_method(config: Config, train: Split, world: World) -> Method:
     data = TrainingSet(train.given, len(train.classes), config.seed, config.data.batch, tuple(train.shard_sizes))
     torch.manual_seed(config.seed)
-    return load_method(config.method.name)(config, data, world)
+    return method_class(config)(config, data, world)
 
 
 def make_trainer(world: World, url: str, folder: str, config: Config, stop_source: StopSource | None = None) -> Trainer:

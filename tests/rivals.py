@@ -21,8 +21,9 @@ from pipeline.data.batch import Batch, TrainingSet
 from pipeline.data.loader import Loader
 from pipeline.distributed.world import World
 from pipeline.engines import make_engine
-from pipeline.methods.base import Method, load_method
+from pipeline.methods.base import Method
 from pipeline.methods.parts.survey import Survey
+from pipeline.methods.simclr import method_class
 from pipeline.tracking.tracker import NullTracker
 from pipeline.training.trainer import Trainer, TrainingData
 
@@ -75,7 +76,7 @@ def small_config(method: dict[str, Any], **sections: dict[str, Any]) -> Config:
 def make_method(config: Config, given: np.ndarray, classes: int, world: World | None = None) -> Method:
     torch.manual_seed(config.seed)
     data = TrainingSet(given, classes, config.seed, config.data.batch)
-    return load_method(config.method.name)(config, data, world or World())
+    return method_class(config)(config, data, world or World())
 
 
 class MemorySplit:

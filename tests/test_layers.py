@@ -15,6 +15,7 @@ LAYERS = (
     ("pipeline.config",),
     ("pipeline.distributed", "pipeline.process"),
     ("pipeline.data", "pipeline.models"),
+    ("pipeline.features",),
     ("pipeline.methods",),
     ("pipeline.engines", "pipeline.evaluation", "pipeline.checkpoints", "pipeline.tracking"),
     ("pipeline.inference",),
@@ -67,4 +68,4 @@ def test_every_package_says_what_lives_there() -> None:
 
 def test_the_flat_level_of_pipeline_holds_commands_only() -> None:
     flat = {path.stem for path in (ROOT / "pipeline").glob("*.py")} - {"__init__"}
-    assert flat == {"train", "evaluate", "predict", "audit", "report", "config", "exported"}
+    assert flat == {"train", "evaluate", "predict", "audit", "report", "embed", "config", "exported"}

@@ -278,13 +278,15 @@ def read(store: Store, name: str) -> Snapshot:
 
 
 def _fetch(store: Store, path: str, size: int) -> bytearray:
-    out = bytearray()
-    while len(out) < size:
+    """All bytes of a file, into memory taken once: a buffer that grows may be copied on the way, and then exists twice."""
+    out, at = bytearray(size), 0
+    while at < size:
         try:
-            piece = store.read_range(path, len(out), min(size, len(out) + CHUNK))
+            piece = store.read_range(path, at, min(size, at + CHUNK))
         except OSError as error:
             raise Damaged(f"{path} cannot be read ({error.strerror or error})") from None
         if not piece:
-            raise Damaged(f"{path} ends after {len(out)} bytes")
-        out += piece
+            raise Damaged(f"{path} ends after {at} bytes")
+        out[at : at + len(piece)] = piece
+        at += len(piece)
     return out

@@ -63,8 +63,13 @@ class Pass:
     batch: int = 0  # 0: the run's global batch
     second: np.ndarray | None = None
     second_batch: int = 0
+    second_views: tuple[str, ...] = ()  # empty: those of the first stream
     trainable: tuple[str, ...] | None = None  # None: the stage's
     learner: int = 0  # which of the method's networks learns in this pass; its batches say so too
+
+    @property
+    def views_by_stream(self) -> tuple[tuple[str, ...], ...]:
+        return self.views, self.second_views or self.views
 
 
 @dataclass

@@ -57,7 +57,11 @@ class BetonLoader(Loader):
             torch.set_num_threads(threads)  # FFCV changes it for the whole process
 
     def _fill(
-        self, todo: Iterator[MicroBatch], views: tuple[str, ...], order_key: int, prefetch: Callable[[np.ndarray], None]
+        self,
+        todo: Iterator[MicroBatch],
+        views: tuple[tuple[str, ...], ...],
+        order_key: int,
+        prefetch: Callable[[np.ndarray], None],
     ) -> Generator[Filled]:
         cropped = self._cropped(list(todo), views, order_key)
         coordinator = self._threads(1)
@@ -76,7 +80,9 @@ class BetonLoader(Loader):
             coordinator.shutdown(wait=True, cancel_futures=True)
             cropped.close()
 
-    def _cropped(self, micros: list[MicroBatch], views: tuple[str, ...], order_key: int) -> Generator[Filled]:
+    def _cropped(
+        self, micros: list[MicroBatch], views: tuple[tuple[str, ...], ...], order_key: int
+    ) -> Generator[Filled]:
         """Pictures arrive in the order of all rows of all micro-batches, in runs of FFCV's own length."""
         samples = np.concatenate([rows.index for micro in micros for rows in micro.parts] or [np.zeros(0)])
         arrivals = self._source.decoded(samples, self.world.device)
@@ -85,7 +91,7 @@ class BetonLoader(Loader):
         run, used = np.zeros((0, 0), np.uint8), 0
         try:
             for micro in micros:
-                parts = [self._draw_random(rows, views, order_key) for rows in micro.parts]
+                parts = [self._draw_random(rows, views[rows.stream], order_key) for rows in micro.parts]
                 for part, row in [(p, row) for p in parts for row in range(len(p.rows.index))]:
                     if used == len(run):
                         _finish(work)  # FFCV reuses the memory of a run for the next one

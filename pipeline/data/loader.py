@@ -20,22 +20,23 @@ import torch
 from torch import Tensor
 
 from pipeline.config import DataConfig
-from pipeline.data import augment, sampling
+from pipeline.data import augment, colour_jitter, sampling
 from pipeline.data.batch import Batch, Pass
-from pipeline.data.crops import DRAWS, GREY, Views, center_crop
-from pipeline.data.decode import DecodeError, decode
+from pipeline.data.crops import CONTRAST, DRAWS, GREY, Views, center_crop
 from pipeline.data.keyed_random import uniform
 from pipeline.data.partition import MicroBatch, RankBatch, micro_batches, survey_batches
 from pipeline.distributed.device import use_device
 from pipeline.distributed.world import World
 from shards.base.errors import UserError
+from shards.decode import DecodeError, decode
 from shards.picture import MAX_PIXELS
 
 KEEP_BYTES = 256 << 20
-_AUGMIX = crc32(b"augmix")
+_AUGMIX, _COLOURS = crc32(b"augmix"), crc32(b"colours")
 
 
 Encoded = bytes | memoryview  # a JPEG, PNG or WebP file
+Change = augment.AugMixDraws | Tensor  # of a strong view, or of the colours of a contrast view
 
 
 class Samples(Protocol):
@@ -57,7 +58,7 @@ class Part:
     rows: RankBatch
     views: tuple[str, ...]
     choices: dict[str, np.ndarray]  # random views -> (B, DRAWS)
-    augmix: dict[str, augment.AugMixDraws]  # strong views
+    changes: dict[str, Change]  # strong and contrast views, on the device
     buffer: Tensor  # uint8, at least as long as the pixels
     pixels: Tensor  # (V, B, S, S, 3) uint8, in the buffer
     bad: dict[int, str] = field(default_factory=dict)  # row -> reason
@@ -101,6 +102,7 @@ class Loader:
         self.world, self.accumulate = world, accumulate
         self.views = Views(config)
         self.given = np.asarray(split.given)
+        self.encode: Callable[[Tensor], Tensor] = lambda images: images  # a frozen backbone, for a method on features
         self.bad: dict[int, str] = {}  # sample -> why it did not decode
         self.cut_short: set[int] = set()  # samples whose file is truncated; the part that decodes is used
         self.wait_seconds = 0.0  # time the consumer waited for pictures
@@ -125,7 +127,8 @@ class Loader:
         allowed = int(np.ceil(config.max_bad * len(pass_.order) / world.size))
         failed: dict[int, str] = {}
         todo = micro_batches(pass_, config.batch, self.accumulate, config.mix_group, world.rank, world.size, first_step)
-        with closing(self._fill(todo, pass_.views, order_key, self._prefetcher(pass_.order, pass_.second))) as filled:
+        prefetch = self._prefetcher(pass_.order, pass_.second)
+        with closing(self._fill(todo, pass_.views_by_stream, order_key, prefetch)) as filled:
             for micro, parts in filled:
                 failed.update(self._mask_undecodable(parts))
                 if len(failed) > allowed:
@@ -138,26 +141,33 @@ class Loader:
         """(index, images) of this rank's contiguous part of the split, in the test view, without padding."""
         mine = self.world.rank_slice(len(self.given))
         rows = slice(mine.start + first_row, mine.stop)
-        todo = survey_batches(rows, self.config.eval_rows(self.world.size))
+        for batch in self.consecutive(rows, ("test",), self.config.eval_rows(self.world.size)):
+            yield batch.index, batch.views["test"]
+
+    def consecutive(self, rows: slice, views: tuple[str, ...], size: int) -> Iterator[Batch]:
+        """Samples `rows` in index order, `size` at a time, without padding."""
         prefetch = self._prefetcher(np.arange(rows.start, rows.stop), None)
-        with closing(self._fill(todo, ("test",), 0, prefetch)) as filled:
+        with closing(self._fill(survey_batches(rows, size), (views,), 0, prefetch)) as filled:
             for micro, parts in filled:
                 self._mask_undecodable(parts)
-                batch = self._batch(micro, parts[0], 0)
-                yield batch.index, batch.views["test"]
+                yield self._batch(micro, parts[0], 0)
 
     # -- pixels --------------------------------------------------------------------------------------------
 
     def _fill(
-        self, todo: Iterator[MicroBatch], views: tuple[str, ...], order_key: int, prefetch: Callable[[np.ndarray], None]
+        self,
+        todo: Iterator[MicroBatch],
+        views: tuple[tuple[str, ...], ...],
+        order_key: int,
+        prefetch: Callable[[np.ndarray], None],
     ) -> Generator[Filled]:
-        """Micro-batches in order with their pixels, `prefetch` more are decoded while the consumer has one."""
+        """Micro-batches in order with their pixels, the views by stream; `prefetch` more are decoded while the consumer has one."""
         pool = self._threads(self.config.threads)
         pending: deque[tuple[Filled, list[Future[None]]]] = deque()
         try:
             while True:
                 while len(pending) <= self.config.prefetch and (micro := next(todo, None)) is not None:
-                    parts = [self._draw_random(rows, views, order_key) for rows in micro.parts]
+                    parts = [self._draw_random(rows, views[rows.stream], order_key) for rows in micro.parts]
                     for rows in micro.parts:
                         prefetch(rows.index)
                     work = [f for part in parts for f in self._submit(pool, self._decode, part)]
@@ -186,20 +196,23 @@ class Loader:
     def _draw_random(self, rows: RankBatch, views: tuple[str, ...], order_key: int) -> Part:
         """Draw all random numbers. A sample that is repeated in a pass gets other ones."""
         config = self.config
-        choices, plans = {}, {}
+        choices: dict[str, np.ndarray] = {}
+        changes: dict[str, Change] = {}
         ident = rows.index + len(self.given) * rows.seen
         for name in views:
             key = (self.seed, order_key, rows.stream, crc32(name.encode()))
-            if name.startswith(("weak", "strong")):
-                choices[name] = self.views.choices(uniform(key, ident, DRAWS))
+            if name.startswith(("weak", "strong", CONTRAST)):
+                choices[name] = self.views.choices(uniform(key, ident, DRAWS), name.startswith(CONTRAST))
             elif name != "test":
-                raise ValueError(f"a view is called weak..., strong... or test, not {name}")
+                raise ValueError(f"a view is called weak..., strong..., contrast... or test, not {name}")
             if name.startswith("strong") and config.augmix != "none":
                 draws = uniform((*key, _AUGMIX), ident, augment.DRAWS)
-                plans[name] = augment.draw_augmix(draws, config.size, config.augmix, config.augmix_severity)
+                changes[name] = augment.draw_augmix(draws, config.size, config.augmix, config.augmix_severity)
+            if name.startswith(CONTRAST):
+                changes[name] = colour_jitter.draw(uniform((*key, _COLOURS), ident, colour_jitter.DRAWS))
         shape = (len(views), len(rows.index), config.size, config.size, 3)
         buffer = self._buffer(int(np.prod(shape)))
-        return Part(rows, views, choices, plans, buffer, buffer[: int(np.prod(shape))].view(shape))
+        return Part(rows, views, choices, changes, buffer, buffer[: int(np.prod(shape))].view(shape))
 
     def _decode(self, part: Part, rows: range) -> None:
         for row in rows:
@@ -220,7 +233,8 @@ class Loader:
             part.cut_short.append(row)
         if self._cached is not None:
             index = int(part.rows.index[row])
-            self._cache[index] = picture = center_crop(picture, self.config.size, self.config.size)
+            size = self.config.size
+            self._cache[index] = picture = center_crop(picture, size, size, self.config.interpolation)
             self._cached[index] = True
         self._crop_views(part, row, picture)
 
@@ -229,7 +243,7 @@ class Loader:
         out = part.pixels.numpy()
         for number, name in enumerate(part.views):
             choices = part.choices[name][row] if name in part.choices else None
-            self.views.crop(picture, choices, out[number, row])
+            self.views.crop(picture, choices, out[number, row], name.startswith(CONTRAST))
 
     def _prefetcher(self, order: np.ndarray, second: np.ndarray | None) -> Callable[[np.ndarray], None]:
         """A function to call with samples about to be read. At the first of a shard the split prefetches the next shards."""
@@ -270,7 +284,7 @@ class Loader:
     def _batch(self, micro: MicroBatch, part: Part, order_key: int, learner: int = 0) -> Batch:
         rows = part.rows
         views = {
-            name: self._to_input(name, part.pixels[number], part.augmix.get(name))
+            name: self.encode(self._to_input(name, part.pixels[number], part.changes.get(name)))
             for number, name in enumerate(part.views)
         }
         self._release(part)
@@ -289,15 +303,17 @@ class Loader:
             all_valid=bool(rows.valid.all()),
         )
 
-    def _to_input(self, name: str, pixels: Tensor, todo: augment.AugMixDraws | None) -> Tensor:
+    def _to_input(self, name: str, pixels: Tensor, change: Change | None) -> Tensor:
         """(B, S, S, 3) uint8 on the host to (B, 3, S, S) float32 on the device."""
         levels = pixels.to(self.world.device, non_blocking=True).permute(0, 3, 1, 2)
-        if todo is not None:  # AugMix takes channels one by one
-            mixture, total = augment.augmix(levels.contiguous(), todo.to(self._to_device))
+        if isinstance(change, augment.AugMixDraws):  # AugMix takes channels one by one
+            mixture, total = augment.augmix(levels.contiguous(), change.to(self._to_device))
             mixture = mixture.contiguous(memory_format=self.memory_format)
             return augment.normalise(mixture, self._strong_mean, self._strong_std, total)
         strong = name.startswith("strong")
         mean, std = (self._strong_mean, self._strong_std) if strong else (self._mean, self._std)
+        if change is not None:
+            levels = colour_jitter.change_colours(levels, self._to_device(change))
         return augment.normalise(levels.contiguous(memory_format=self.memory_format), mean, std)
 
     def _to_device(self, value: np.ndarray | Tensor) -> Tensor:

@@ -5,10 +5,12 @@ It uses CPU tensors, so the accelerator never waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from pipeline.distributed.world import World
 
@@ -24,6 +26,17 @@ class StopSource(Protocol):
 
     @property
     def reason(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class StoppableWorld(World):
+    """The same ranks, for long work that changes no state before its end: every sum over ranks asks first whether to stop."""
+
+    check: Callable[[], object] = bool
+
+    def all_reduce_sum(self, value: Tensor) -> Tensor:
+        self.check()
+        return super().all_reduce_sum(value)
 
 
 class StepSync:
@@ -42,6 +55,10 @@ class StepSync:
         if message[0] > 0:
             raise TrainingStopped(reason or "another rank was asked to stop")
         return bool(message[1] > 0)
+
+    def stoppable_world(self) -> StoppableWorld:
+        """The world whose sums raise TrainingStopped, on all ranks or on none."""
+        return StoppableWorld(**vars(self.world), check=self.sync)
 
     def keep_pace(self, own: Iterable[T]) -> Iterator[T | None]:
         """Own batches, then None while other ranks still have some. Every rank yields equally often."""

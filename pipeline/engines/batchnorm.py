@@ -15,18 +15,22 @@ class BatchNormStats:
     """Running means and variances: equal on all ranks after every step, unchanged by a step that was skipped."""
 
     def __init__(self, method: Method, world: World) -> None:
-        layers = [m for m in method.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-        self.tensors = [s for m in layers for s in (m.running_mean, m.running_var) if s is not None]
-        self.reduces = world.size > 1 and not all(isinstance(m, BatchNorm) and m.rows.world is not None for m in layers)
+        self.layers = [m for m in method.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        shared = all(isinstance(m, BatchNorm) and m.rows.world is not None for m in self.layers)
+        self.reduces = world.size > 1 and not shared
+        self.tensors: list[Tensor] = []  # what may move in this step; an average of frozen ones would round them
         self.world = world
         self.saved: Tensor | None = None
         self.rows = torch.zeros((), device=world.device)  # of this rank that count, in the current step
 
     def snapshot(self, batch: Batch) -> None:
         """Called before every micro-batch; the first call after a step counts."""
-        if self.tensors and self.saved is None:
-            self.saved = torch.cat([t.flatten() for t in self.tensors])
-            self.rows.zero_()
+        if self.saved is None:
+            moving = [m for m in self.layers if m.training]
+            self.tensors = [s for m in moving for s in (m.running_mean, m.running_var) if s is not None]
+            if self.tensors:
+                self.saved = torch.cat([t.flatten() for t in self.tensors])
+                self.rows.zero_()
         if self.reduces:
             self.rows += batch.valid.sum()
 

@@ -15,7 +15,8 @@ from pipeline.data.batch import Batch
 from pipeline.distributed.world import World
 from pipeline.engines.batchnorm import BatchNormStats
 from pipeline.engines.engine import OptimizerState
-from pipeline.engines.parameters import trainable_parameters
+from pipeline.engines.optimizers import STATE, fresh_state, make_optimizer, parameter_groups, set_lr, set_options
+from pipeline.engines.parameters import require_gradients, trainable_parameters, trained_parameters
 from pipeline.methods.base import Method, Stage
 from pipeline.models.precision import autocast_for
 
@@ -30,35 +31,32 @@ class TorchEngine:
         self.batchnorm_stats = BatchNormStats(method, world)
         self.optimizer = self._new_optimizer()
         self.wrapped: nn.Module = method
-        self.prefixes: tuple[str, ...] | None = None
+        self.trained: set[str] = set()  # names of the parameters that are trained now
         self.nonfinite = torch.zeros((), device=world.device)  # consecutive steps whose gradient was not finite
 
-    def _new_optimizer(self) -> torch.optim.SGD:
-        optim = self.config.optim
-        # Fused, because a fused step can be skipped on the device (found_inf) without asking the host.
-        learn = [p for _, p in trainable_parameters(self.method)]
-        optimizer = torch.optim.SGD(learn, optim.lr, optim.momentum, weight_decay=optim.weight_decay, fused=True)
-        for p in learn:  # SGD starts from zero momentum; some parameters are trained only in a later stage
-            optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+    def _new_optimizer(self) -> torch.optim.Optimizer:
+        learn = dict(trainable_parameters(self.method))
+        optimizer = make_optimizer(parameter_groups(self.method, learn, self.config.optim), self.config.optim)
+        for p in learn.values():  # averages start from zero; some parameters are trained only in a later stage
+            optimizer.state[p] = fresh_state(self.config.optim, p)
         return optimizer
 
     def begin_stage(self, stage: Stage, resuming: bool) -> None:
         if stage.fresh_optimizer and not resuming:
             self.optimizer = self._new_optimizer()
         optim = stage.optim or self.config.optim
-        for group in self.optimizer.param_groups:
-            group.update(momentum=optim.momentum, weight_decay=optim.weight_decay)
+        set_options(self.optimizer, optim)
         self.clip = optim.clip
         self.set_trainable(stage.trainable)
 
     def set_trainable(self, prefixes: tuple[str, ...]) -> None:
-        """Train only the parameters with these prefixes. DDP must know, because it waits for every gradient."""
-        if prefixes == self.prefixes:
+        """Train only the parameters with these prefixes that do not rest in this epoch. DDP must know, because it waits
+        for every gradient."""
+        trained = trained_parameters(self.method, prefixes)
+        if trained.keys() == self.trained:
             return
-        first, self.prefixes = self.prefixes is None, prefixes
-        for name, parameter in trainable_parameters(self.method):
-            parameter.requires_grad_(name.startswith(prefixes))
-            parameter.grad = None
+        first, self.trained = not self.trained, set(trained)
+        require_gradients(self.method, trained)
         if self.world.size > 1:
             with warnings.catch_warnings():
                 # No broadcast of buffers: beliefs are equal on all ranks already, large, and of types gloo cannot send.
@@ -94,8 +92,7 @@ class TorchEngine:
             yield
 
     def _update(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_lr(self.optimizer, lr)
         self.scaler.unscale_(self.optimizer) if self.scaler.is_enabled() else None
         trained = [p for p in self.method.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
@@ -119,18 +116,22 @@ class TorchEngine:
     # -- state, independent of ranks and engine -------------------------------------------------------------
 
     def optimizer_state_dict(self) -> OptimizerState:
-        return {
-            "momentum": self._momentum(),
-            "scaler": self.scaler.state_dict(),
-            "nonfinite_steps": int(self.nonfinite),
-        }
-
-    def _momentum(self) -> dict[str, Tensor]:
-        return {name: self.optimizer.state[p]["momentum_buffer"] for name, p in trainable_parameters(self.method)}
+        state: OptimizerState = {"scaler": self.scaler.state_dict(), "nonfinite_steps": int(self.nonfinite)}
+        learn = dict(trainable_parameters(self.method))
+        for ours, theirs in STATE[self.config.optim.name].items():
+            state[ours] = {name: self.optimizer.state[p][theirs] for name, p in learn.items()}  # type: ignore[literal-required]
+        if self.config.optim.name == "adamw":
+            done = torch.stack([self.optimizer.state[p]["step"] for p in learn.values()]).tolist()
+            state["steps"] = dict(zip(learn, map(int, done)))
+        return state
 
     def load_optimizer_state_dict(self, state: OptimizerState) -> None:
-        for name, buffer in self._momentum().items():  # parameters that were never trained may be missing
-            buffer.copy_(state["momentum"][name]) if name in state["momentum"] else buffer.zero_()
+        steps = state.get("steps", {})
+        for name, p in trainable_parameters(self.method):  # parameters that were never trained may be missing
+            own = self.optimizer.state[p] = fresh_state(self.config.optim, p, steps.get(name, 0))
+            for ours, theirs in STATE[self.config.optim.name].items():
+                if name in state[ours]:  # type: ignore[literal-required]
+                    own[theirs].copy_(state[ours][name])  # type: ignore[literal-required]
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         self.nonfinite.fill_(state["nonfinite_steps"])
@@ -145,4 +146,4 @@ class TorchEngine:
         """Not needed: every rank has all weights."""
 
     def close(self) -> None:
-        self.wrapped, self.prefixes = self.method, None
+        self.wrapped, self.trained = self.method, set()

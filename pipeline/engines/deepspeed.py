@@ -2,7 +2,7 @@
 
 A DeepSpeed engine is bound to one set of trained parameters and one optimiser. It is opened at the first
 step that needs it and closed when one of these changes (trainable parameters, the stage,
-loaded state); closed means that the method is plain torch again, with whole weights, and the momentum is
+loaded state); closed means that the method is plain torch again, with whole weights, and the optimiser's state is
 kept by name. What a checkpoint holds is read from the open engine, gathered over ranks, so it needs neither
 ranks nor ZeRO stage.
 """
@@ -30,12 +30,23 @@ from pipeline.data.batch import Batch
 from pipeline.distributed.world import World
 from pipeline.engines.batchnorm import BatchNormStats
 from pipeline.engines.engine import OptimizerState
-from pipeline.engines.parameters import parameters, trainable_parameters
+from pipeline.engines.optimizers import (
+    STATE,
+    Tensors,
+    make_optimizer,
+    parameter_groups,
+    saved_tensors,
+    set_lr,
+    state_names,
+)
+from pipeline.engines.parameters import parameters, require_gradients, trained_parameters
+from pipeline.engines.zero_state import ZeroState
 from pipeline.methods.base import Method, Stage
+from pipeline.models.backbones import input_shape
+from pipeline.models.network import Average
 from shards.base.errors import UserError
 from shards.base.settings import merge
 
-MOMENTUM = "momentum_buffer"
 BUCKET = 50_000_000  # elements per bucket, at most
 RESERVED = {  # DeepSpeed keys that would take over what our own settings decide
     "train_batch_size": "data.batch",
@@ -65,8 +76,10 @@ class DeepSpeedEngine:
         self.untouched: list[tuple[nn.Module, set[str]]] = []  # attributes every module had before it was opened
         self.strides: dict[str, tuple[int, ...]] = {}  # of every parameter before it was opened
         self.hooks: list[RemovableHandle] = []
-        self.momentum: dict[str, Tensor] = {}  # of parameters that are not in the open engine
+        self.tensors: Tensors = {}  # optimiser's state of parameters that are not in the open engine
+        self.steps: dict[str, int] = {}  # done by every parameter, for adamw
         self.prefixes: tuple[str, ...] = ("",)
+        self.trained: dict[str, nn.Parameter] = {}  # in the open engine
         self.scale = LossScale(enabled=config.train.precision == "fp16")
         self.nonfinite = 0
 
@@ -75,17 +88,14 @@ class DeepSpeedEngine:
     def begin_stage(self, stage: Stage, resuming: bool) -> None:
         self.close()
         if stage.fresh_optimizer and not resuming:
-            self.momentum = {}
+            self.tensors, self.steps = {}, {}
         self.optim = stage.optim or self.config.optim
         self.set_trainable(stage.trainable)
 
     def set_trainable(self, prefixes: tuple[str, ...]) -> None:
-        if prefixes != self.prefixes:
+        self.prefixes = prefixes
+        if self.inner is not None and trained_parameters(self.method, prefixes).keys() != self.trained.keys():
             self.close()
-            self.prefixes = prefixes
-
-    def _trained(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in trainable_parameters(self.method) if name.startswith(self.prefixes)}
 
     # -- a step ----------------------------------------------------------------------------------------------
 
@@ -104,9 +114,10 @@ class DeepSpeedEngine:
         return {name: value.detach() for name, value in losses.items()}
 
     def _update(self, lr: float) -> None:
-        for group in self.inner.optimizer.param_groups:
-            group["lr"] = lr
+        set_lr(self.inner.optimizer, lr)
         stepped = self._step_plain() if self.stage == 0 else self._step_zero()
+        if stepped and self.optim.name == "adamw":
+            self.steps |= {name: self.steps.get(name, 0) + 1 for name in self.trained}
         self.nonfinite = 0 if stepped else self.nonfinite + 1
         self.scale.update(stepped)
         self.batchnorm_stats.commit(stepped)
@@ -135,28 +146,27 @@ class DeepSpeedEngine:
     def _whole_if_averaged(self) -> Iterator[None]:
         """ZeRO-3 keeps a part of each weight; a moving average needs them whole."""
         everything = [p for _, p in parameters(self.method)]
-        needed = self.stage == 3 and len(everything) > len(trainable_parameters(self.method))
+        needed = self.stage == 3 and any(isinstance(module, Average) for module in self.method.modules())
         with self.deepspeed.zero.GatheredParameters(everything, modifier_rank=0, enabled=needed):
             yield
 
     def dummy_forward(self, forward: Callable[[Tensor], object]) -> None:
         """Under ZeRO-3 a forward needs all ranks: one without pictures left uses zeros."""
         if self.stage == 3 and self.inner is not None:
-            size = self.config.data.size
-            forward(torch.zeros(2, 3, size, size, device=self.world.device))
+            forward(torch.zeros(2, *input_shape(self.config), device=self.world.device))
 
     # -- open and close --------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        trained = self._trained()
-        for name, parameter in trainable_parameters(self.method):
-            parameter.requires_grad_(name in trained)
+        self.trained = trained_parameters(self.method, self.prefixes)
+        require_gradients(self.method, self.trained)
         self.untouched = [(module, set(vars(module))) for module in self.method.modules()]
         self._lay_plain()
-        optimizer = torch.optim.SGD(
-            trained.values(), self.optim.lr, self.optim.momentum, weight_decay=self.optim.weight_decay
-        )
-        settings = self._settings(sum(p.numel() for p in trained.values()))
+        # ZeRO flattens a group to one tensor, which counts its steps once.
+        groups = parameter_groups(self.method, self.trained, self.optim, self.steps)
+        # torch's fused AdamW, as in DDP: DeepSpeed's own one is compiled at the first start.
+        optimizer = make_optimizer(groups, self.optim, fused=self.optim.name == "adamw")
+        settings = self._settings(sum(p.numel() for p in self.trained.values()))
         self.inner = self.deepspeed.initialize(
             model=self.method, optimizer=optimizer, config=settings, dist_init_required=False
         )[0]
@@ -165,8 +175,11 @@ class DeepSpeedEngine:
         else:
             # Its own scaler neither halves the scale after a skipped step nor undoes it before clipping.
             self.inner.optimizer.torch_autocast_gradscaler = None
-        if self.optim.momentum:
-            self._set_momentum({name: self.momentum.pop(name) for name in trained if name in self.momentum})
+        known = {key: self.tensors.get(key, {}) for key in state_names(self.optim)}
+        self._state().write({key: {n: t.pop(n) for n in self.trained if n in t} for key, t in known.items()})
+
+    def _state(self) -> ZeroState:
+        return ZeroState(self.inner, self.deepspeed, self.stage, self.world, self.optim, self.trained)
 
     def _lay_plain(self) -> None:
         """Weights in the plain layout, which is all that DeepSpeed sends and flattens. A layer whose weight was
@@ -183,13 +196,12 @@ class DeepSpeedEngine:
         """Make the method plain torch again, on every rank, with whole weights."""
         if self.inner is None:
             return
-        weights, momentum = self.model_state_dict(), self._get_momentum()
-        self.momentum |= momentum
+        weights, self.tensors = self.model_state_dict(), self._all_tensors()
         for hook in (self.inner.module_forward_pre_hook, self.inner.module_forward_post_hook, *self.hooks):
             hook.remove()
         self.hooks = []
         self.inner.destroy()
-        self.inner = None
+        self.inner, self.trained = None, {}
         names = {id(p): name for name, p in parameters(self.method)}
         for module, kept in self.untouched:
             # Parameters are made anew: attributes set by DeepSpeed must not stay.
@@ -234,15 +246,20 @@ class DeepSpeedEngine:
 
     def optimizer_state_dict(self) -> OptimizerState:
         """Called by all ranks together."""
-        return {
-            "momentum": self.momentum | self._get_momentum(),
-            "scaler": self.scale.state_dict(),
-            "nonfinite_steps": self.nonfinite,
-        }
+        state: OptimizerState = {"scaler": self.scale.state_dict(), "nonfinite_steps": self.nonfinite}
+        state |= self._all_tensors()  # type: ignore[typeddict-item]
+        return state | {"steps": dict(self.steps)} if self.optim.name == "adamw" else state
+
+    def _all_tensors(self) -> Tensors:
+        """Of the parameters in the open engine and of all others."""
+        opened = self._state().read() if self.inner is not None else {}
+        return {key: self.tensors.get(key, {}) | opened.get(key, {}) for key in STATE[self.optim.name]}
 
     def load_optimizer_state_dict(self, state: OptimizerState) -> None:
         self.close()
-        self.momentum = {name: value.clone() for name, value in state["momentum"].items()}  # not the whole checkpoint
+        # Copies, which do not hold the whole checkpoint in memory.
+        self.tensors = {key: {n: t.clone() for n, t in known.items()} for key, known in saved_tensors(state).items()}
+        self.steps = dict(state.get("steps", {}))
         self.scale.load_state_dict(state["scaler"])
         self.nonfinite = int(state["nonfinite_steps"])
 
@@ -258,49 +275,6 @@ class DeepSpeedEngine:
     def load_model_state_dict(self, weights: dict[str, Tensor]) -> None:
         self.close()
         self.method.load_state_dict(weights)
-
-    def _get_momentum(self) -> dict[str, Tensor]:
-        if self.inner is None or not self.inner.basic_optimizer.state or not self.optim.momentum:
-            return {}
-        trained = self._trained()
-        if self.stage == 0:
-            return {name: self.inner.optimizer.state[p][MOMENTUM] for name, p in trained.items()}
-        get = self.deepspeed.utils.safe_get_full_optimizer_state
-        return {name: get(p, MOMENTUM) for name, p in trained.items()}
-
-    def _set_momentum(self, momentum: dict[str, Tensor]) -> None:
-        """Into an engine that has not stepped yet. What is missing starts from zero, as SGD does."""
-        if not momentum:
-            return
-        optimizer, state = self.inner.optimizer, self.inner.basic_optimizer.state
-        trained = self._trained()
-        whole = {
-            name: momentum[name].to(self.world.device)
-            if name in momentum
-            else torch.zeros(_shape(p), device=self.world.device)
-            for name, p in trained.items()
-        }
-        if self.stage == 0:
-            for name, p in trained.items():
-                state[p][MOMENTUM] = whole[name].clone()
-        elif self.stage < 3:
-            for flat in optimizer.single_partition_of_fp32_groups:
-                state[flat][MOMENTUM] = torch.zeros_like(flat)
-            optimizer._lazy_init_hp_params_optimizer_state()
-            for name, p in trained.items():
-                self.deepspeed.utils.safe_set_full_optimizer_state(p, whole[name], MOMENTUM)
-        else:
-            for flat in optimizer.fp32_partitioned_groups_flat:
-                state[flat][MOMENTUM] = torch.zeros_like(flat)
-            for name, p in trained.items():
-                self.deepspeed.utils.safe_set_local_optimizer_state(p, self._part(whole[name], p), MOMENTUM)
-
-    def _part(self, value: Tensor, parameter: Any) -> Tensor:
-        """This rank's part of a value, partitioned as in ZeRO-3; the last part is padded."""
-        length = parameter.ds_tensor.numel()
-        flat = value.new_zeros(length * self.world.size)
-        flat[: value.numel()] = value.flatten()
-        return flat[length * self.world.rank : length * (self.world.rank + 1)]
 
 
 class LossScale:
@@ -331,11 +305,6 @@ class LossScale:
 def _channels_last(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     images = [isinstance(a, Tensor) and a.dim() == 4 for a in args]
     return tuple(a.contiguous(memory_format=torch.channels_last) if image else a for a, image in zip(args, images))
-
-
-def _shape(parameter: Any) -> torch.Size:
-    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
-    return shape
 
 
 def _import(world: World) -> Any:

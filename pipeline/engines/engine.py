@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypedDict
+from typing import NotRequired, Protocol, TypedDict
 
 from torch import Tensor
 
@@ -12,7 +12,10 @@ from pipeline.methods.base import Stage
 
 
 class OptimizerState(TypedDict):
-    momentum: dict[str, Tensor]  # by parameter name
+    momentum: NotRequired[dict[str, Tensor]]  # sgd; by parameter name, as all that follows
+    exp_avg: NotRequired[dict[str, Tensor]]  # adamw, and
+    exp_avg_sq: NotRequired[dict[str, Tensor]]
+    steps: NotRequired[dict[str, int]]
     scaler: dict[str, float]  # of GradScaler; empty without fp16
     nonfinite_steps: int
 

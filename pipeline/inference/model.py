@@ -1,7 +1,7 @@
 """A trained model as plain files, and the same files as an MLflow model.
 
-`model/` holds weights.safetensors and model.json (settings, classes, class counts): no pickle, nothing that
-can run. MLflow loads it through pipeline.exported. In any process with the package installed
+`model/` holds weights.safetensors and model.json (settings, classes, class counts), of a method on stored features
+also backbone.safetensors: no pickle, nothing that can run. MLflow loads it through pipeline.exported. In any process with the package installed
 
     mlflow.pyfunc.load_model("runs:/RUN_ID/model").predict(pandas.DataFrame({"image": [picture, ...]}))
 
@@ -11,8 +11,9 @@ takes encoded pictures (bytes) or uint8 arrays (H,W,3) and returns label, class,
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +27,22 @@ from pipeline.config import Config
 from pipeline.data.augment import normalise
 from pipeline.data.batch import TrainingSet
 from pipeline.data.crops import Views, center_crop
-from pipeline.data.decode import DecodeError, decode
 from pipeline.distributed.world import World
-from pipeline.methods.base import Method, load_method
+from pipeline.features.encoder import Encoder, encoder_of
+from pipeline.methods.base import Method
+from pipeline.methods.simclr import method_class
 from pipeline.models.precision import autocast_for
 from shards.base.errors import UserError
 from shards.base.redact import redact_all
 from shards.base.settings import Settings, merge, validate
+from shards.decode import DecodeError, decode
+from shards.features import BACKBONE
 
 WEIGHTS, MODEL_INFO, FORMAT = "weights.safetensors", "model.json", 1
 LARGE = 1 << 20
 MAX_SAMPLES = 1 << 31
 Picture = bytes | memoryview | np.ndarray
+OpenEncoder = Callable[[Config, torch.device], Encoder]
 
 
 @dataclass(frozen=True)
@@ -52,9 +57,17 @@ class Model:
     """A method with its weights, ready for inference."""
 
     def __init__(
-        self, config: Config, classes: Sequence[str], clean_counts: Sequence[int], method: Method, partial: bool = False
+        self,
+        config: Config,
+        classes: Sequence[str],
+        clean_counts: Sequence[int],
+        method: Method,
+        partial: bool = False,
+        open_encoder: OpenEncoder | None = None,
     ) -> None:
+        """`open_encoder`: of a method on stored features, how to get the backbone that made them."""
         self.config, self.classes, self.method = config, list(classes), method.eval()
+        self._open_encoder = open_encoder
         self.partial = partial  # without its per-sample state: only the main head is complete
         self.clean_counts = np.asarray(clean_counts, np.int64)  # of the training set: many, medium, few
         self.views = Views(config.data)
@@ -71,19 +84,26 @@ class Model:
             raise DecodeError(f"a picture is bytes or a uint8 array, not {type(picture).__name__}")
         else:
             whole, _ = decode(picture, self.views.min_side)
-        return center_crop(whole, self.views.short, self.config.data.size)
+        return center_crop(whole, self.views.short, self.config.data.size, self.config.data.interpolation)
 
-    def images(self, views: Sequence[np.ndarray]) -> Tensor:
-        """(B,3,H,W) as the network takes them."""
+    @cached_property
+    def encoder(self) -> Encoder | None:
+        """The frozen backbone before a method on stored features."""
+        return self._open_encoder(self.config, self.device) if self._open_encoder else None
+
+    def inputs(self, views: Sequence[np.ndarray]) -> Tensor:
+        """(B,3,H,W) images, or (B,D) features of a method on stored features."""
         levels = torch.from_numpy(np.stack(views)).to(self.device).permute(0, 3, 1, 2)
-        layout = torch.channels_last if self.config.model.channels_last else torch.contiguous_format
-        return normalise(levels.contiguous(memory_format=layout), self.config.data.mean, self.config.data.std)
+        channels_last = self.config.model.channels_last or self.config.model.from_features
+        layout = torch.channels_last if channels_last else torch.contiguous_format
+        images = normalise(levels.contiguous(memory_format=layout), self.config.data.mean, self.config.data.std)
+        return images if self.encoder is None else self.encoder(images)
 
     @torch.no_grad()
-    def scores(self, images: Tensor) -> np.ndarray:
+    def scores(self, inputs: Tensor) -> np.ndarray:
         """(B,K) probabilities of the main head."""
         with self.autocast:
-            score = next(iter(self.method.scores(images).values()))
+            score = next(iter(self.method.scores(inputs).values()))
         return score.float().softmax(1).cpu().numpy()
 
     def predict(self, pictures: Iterable[Picture]) -> Iterator[Prediction]:
@@ -101,7 +121,7 @@ class Model:
 
     def _predict(self, waiting: list[tuple[np.ndarray | None, str]]) -> Iterator[Prediction]:
         views = [view for view, _ in waiting if view is not None]
-        rows = iter(self.scores(self.images(views)) if views else ())
+        rows = iter(self.scores(self.inputs(views)) if views else ())
         for view, problem in waiting:
             yield Prediction(None, problem) if view is None else Prediction(next(rows))
 
@@ -110,9 +130,17 @@ class Model:
 
 
 def export_model(
-    method: Method, config: Config, classes: Sequence[str], clean_counts: Sequence[int], folder: Path
+    method: Method,
+    config: Config,
+    classes: Sequence[str],
+    clean_counts: Sequence[int],
+    folder: Path,
+    encoder: Encoder | None = None,
 ) -> Path:
-    """Write the model into `folder`. Large per-sample buffers of the method are left out."""
+    """Write the model into `folder`. Large per-sample buffers of the method are left out.
+
+    `encoder`: the backbone of a method on stored features, so that the model can classify pictures.
+    """
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -122,6 +150,8 @@ def export_model(
     left_out |= method.tables if method.world.size > 1 else set()  # other ranks hold the other rows
     tensors = {n: value.detach().cpu().contiguous().clone() for n, value in state.items() if n not in left_out}
     save_file(tensors, folder / WEIGHTS)
+    if encoder is not None:
+        (folder / BACKBONE).write_bytes(encoder.to_bytes())
     info = {
         "format": FORMAT,
         "config": redact_all(config.model_dump(mode="json")),
@@ -162,7 +192,15 @@ def load_exported(folder: Path, device: torch.device | None = None) -> Model:
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"{folder} does not hold a complete model ({error}). Take another copy of it.") from None
     given, counts = placeholder_labels(info.given_counts), info.clean_counts or info.given_counts
-    return restore(info.config, info.classes, given, counts, tensors, device, set(info.left_out))
+
+    def open_encoder(config: Config, device: torch.device) -> Encoder:
+        try:
+            return encoder_of(config, (folder / BACKBONE).read_bytes(), str(folder / BACKBONE), device)
+        except OSError as error:
+            raise UserError(f"{folder} does not hold a complete model ({error}). Take another copy of it.") from None
+
+    left_out = set(info.left_out)
+    return restore(info.config, info.classes, given, counts, tensors, device, left_out, open_encoder=open_encoder)
 
 
 def placeholder_labels(given_counts: Sequence[int]) -> np.ndarray:
@@ -179,6 +217,7 @@ def restore(
     device: torch.device | None = None,
     left_out: set[str] | None = None,
     position: dict[str, Any] | None = None,
+    open_encoder: OpenEncoder | None = None,
 ) -> Model:
     """The model from its settings and weights, at the end of its training or at `position`. Needs neither the shards
     nor a file of pretrained weights.
@@ -187,7 +226,7 @@ def restore(
     config = validate(Config, tree, "this model")
     data = TrainingSet(given, len(classes), config.seed, config.data.batch)
     world = World(device=device or torch.device("cpu"))
-    method = load_method(config.method.name)(config, data, world)
+    method = method_class(config)(config, data, world)
     try:
         result = method.load_state_dict(tensors, strict=False)
     except RuntimeError as error:  # other shapes
@@ -196,7 +235,14 @@ def restore(
     if wrong:
         raise UserError(f"The weights do not fit {config.method.name}: {', '.join(sorted(wrong)[:5])}.")
     method.set_epoch(*_last_epoch(method, position))
-    return Model(config, classes, clean_counts, method.to(world.device), bool(left_out))
+    return Model(
+        config,
+        classes,
+        clean_counts,
+        method.to(world.device),
+        bool(left_out),
+        open_encoder if config.model.from_features else None,
+    )
 
 
 def _last_epoch(method: Method, position: dict[str, Any] | None) -> tuple[int, int]:

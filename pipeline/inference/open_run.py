@@ -13,7 +13,12 @@ import numpy as np
 import torch
 
 from pipeline.checkpoints.checkpointer import Loaded, read_checkpoint
+from pipeline.data.feature_loader import FeatureLoader
+from pipeline.data.loader import Loader, open_loader
 from pipeline.distributed.device import choose_device, use_device
+from pipeline.distributed.world import World
+from pipeline.features.encoder import stored_encoder
+from pipeline.features.write import encoding_loader
 from pipeline.inference.model import MODEL_INFO, Model, load_exported, placeholder_labels, restore
 from pipeline.process.torch_settings import apply_torch_settings
 from pipeline.tracking.tracker import tracking_uri
@@ -21,6 +26,7 @@ from shards.base.errors import UserError
 from shards.base.redact import one_line, redact
 from shards.base.settings import validate
 from shards.config import BuildConfig
+from shards.features import FeatureSplit, read_features
 from shards.reader import Split, open_split, read_manifest
 
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
@@ -35,6 +41,7 @@ class OpenedRun:
     position: dict[str, int] | None = None  # of the training, if this is a checkpoint
     shards: str = ""  # where its training data was
     run_id: str = ""  # its MLflow run, if known
+    features: str = ""  # where the features it was trained on were
 
     def split(self, name: str, url: str = "") -> Split:
         """A split of the run's own shards, or of those at `url`; its classes must be the model's."""
@@ -46,6 +53,18 @@ class OpenedRun:
                 f"({_first_few(self.model.classes)}). Give shards with the same classes."
             )
         return split
+
+    def loader(self, split: Split, world: World) -> Loader:
+        """Batches of a split as the method takes them."""
+        model, config = self.model, self.model.config
+        if not config.model.from_features:
+            return open_loader(split, config.data, config.seed, world, 1, config.model.channels_last)
+        about = read_features(self.features) if self.features else None
+        if about is not None and about.shards == split.manifest.hash and split.name in about.splits:
+            stored = FeatureSplit(self.features, split.name, about, config.data.cache)
+            return FeatureLoader(split.given, stored, config.data, config.seed, world)
+        assert model.encoder is not None
+        return encoding_loader(split, config, model.encoder, world)
 
 
 def _first_few(names: list[str]) -> str:
@@ -111,11 +130,19 @@ def _checkpoint(run: str, loaded: Loaded, shards: str, own_labels: bool) -> Open
             raise UserError(f"{run} was trained on other shards than {shards or place}. Give its own by shards=URL.")
         given = split.given
     counts = data.get("clean_counts", data["given_counts"])
+    features = data.get("features", {}).get("url", "")
     model = restore(
-        tree["config"], data["classes"], given, counts, tree["method"], _device(), position=tree["position"]
+        tree["config"],
+        data["classes"],
+        given,
+        counts,
+        tree["method"],
+        _device(),
+        position=tree["position"],
+        open_encoder=lambda config, device: stored_encoder(config, features, device),
     )
     run_id = tree.get("tracking", {}).get("run_id") or _run_id_of_summary(Path(run))
-    return OpenedRun(f"{run} ({loaded.name})", model, tree["position"], place, run_id)
+    return OpenedRun(f"{run} ({loaded.name})", model, tree["position"], place, run_id, features)
 
 
 def _run_id_of_summary(run: Path) -> str:

@@ -38,6 +38,7 @@ class Stage:
     fresh_optimizer: bool = True
     trainable: tuple[str, ...] = ("",)  # prefixes of the names of the parameters to train
     evaluated: bool = True  # False: its epochs are not evaluated, so none of them can be the best
+    self_supervised: bool = False  # it learns a backbone without labels, with which all networks begin (simclr.py)
 
 
 @dataclass
@@ -50,6 +51,7 @@ class Beliefs:
     score: Tensor | None = None  # (N,) float, confidence in the given label by the first head of `scores`
     other_scores: dict[str, Tensor] = field(default_factory=dict)  # the same by the other heads
     basis: tuple[Tensor, Tensor] | None = None  # (N,) labels and (N,) weights from which class centres were made
+    out_of_sample: bool = False  # `score` is the probability that the label is right, by models that did not learn it
     extra: dict[str, float] = field(default_factory=dict)  # scalars to log, e.g. the threshold
 
 
@@ -59,6 +61,7 @@ class Method(nn.Module, Generic[Options]):
     def __init__(self, config: Config, data: TrainingSet, world: World) -> None:
         super().__init__()
         self.config, self.data, self.world = config, data, world
+        self.stoppable_world = world  # for long work that changes no state before its end; the trainer sets it
         self.options = cast(Options, config.method)  # load_method pairs the class with the options
         self.stage = 0
         self.epoch = 0
@@ -73,6 +76,10 @@ class Method(nn.Module, Generic[Options]):
     def set_epoch(self, stage: int, epoch: int) -> None:
         """Called before every epoch, also when a run resumes inside one. It may only set what (stage, epoch) determine."""
         self.stage, self.epoch = stage, epoch
+        freeze = self.config.model.freeze
+        for module in self.modules():  # those inside averages, too
+            if isinstance(module, Network):
+                module.frozen = freeze is True or epoch < freeze
 
     def surveys_before_epoch(self) -> bool:
         """Whether this epoch starts with a survey."""
@@ -84,6 +91,10 @@ class Method(nn.Module, Generic[Options]):
 
     def begin_epoch(self, survey: Survey | None) -> None:
         """Update beliefs. Called once per epoch on all ranks; not called again when resuming inside the epoch."""
+
+    def working_memory(self) -> dict[str, int]:
+        """Bytes by name that begin_epoch needs for a while on this rank, beside the survey, where that is much."""
+        return {}
 
     def passes(self) -> list[Pass]:
         """The passes of this epoch: a pure function of buffers, stage and epoch."""
@@ -97,6 +108,10 @@ class Method(nn.Module, Generic[Options]):
         return (self.stage * 1_000_000 + self.epoch) * 8 + pass_index
 
     # -- networks --------------------------------------------------------------------------------------------------
+
+    def share_backbone(self) -> nn.Module:
+        """Called once after a self-supervised stage, with whole weights: all networks begin with its backbone."""
+        raise NotImplementedError
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Named losses of this rank; 'loss' is the one to minimise. Their averages over ranks are global means."""

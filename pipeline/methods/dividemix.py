@@ -36,6 +36,9 @@ LABELLED, UNLABELLED = 0, 1  # streams of a pass
 
 
 class DivideMix(TwoNetworks[DivideMixOptions]):
+    warmup_views: tuple[str, ...] = ("weak",)
+    divided_views: tuple[str, ...] = ("weak", "weak2")
+    mixed_views: tuple[str, str] = ("weak", "weak2")  # those of them that are learned
     belief: Tensor  # (2,N) probability that the given label is right, by each network
     refined: Tensor  # (N,) the given label, or the vote of both networks where it is not believed
     past: Tensor  # (2,E,N) normalised losses of the last E epochs, the newest first
@@ -127,7 +130,7 @@ class DivideMix(TwoNetworks[DivideMixOptions]):
     def _warmup_pass(self, n: int) -> Pass:
         batch = self.options.warmup_batch * self.data.batch
         order = self.data.shuffled(self.order_key(n))
-        return Pass(order, batch=batch, trainable=self.trained_parameters(n), learner=n)
+        return Pass(order, self.warmup_views, batch, trainable=self.trained_parameters(n), learner=n)
 
     def _divided_pass(self, n: int) -> Pass:
         """Divided by the other network's beliefs. All batches are full, so both streams have equal rows and groups."""
@@ -136,7 +139,7 @@ class DivideMix(TwoNetworks[DivideMixOptions]):
         rest = self.data.shuffled(self.order_key(n), np.flatnonzero(~kept), UNLABELLED)
         order = np.resize(labelled, -(-len(labelled) // self.data.batch) * self.data.batch)
         second = rest if len(rest) else None
-        return Pass(order, ("weak", "weak2"), second=second, trainable=self.trained_parameters(n), learner=n)
+        return Pass(order, self.divided_views, second=second, trainable=self.trained_parameters(n), learner=n)
 
     @property
     def unlabelled_weight(self) -> float:
@@ -150,15 +153,19 @@ class DivideMix(TwoNetworks[DivideMixOptions]):
         if not self.dividing:
             return self.warmup_losses(n, batch)
         streams = [batch] if batch.second is None else [batch, batch.second]
-        images, target, valid = self._stacked(streams, self._guess(n, streams))
+        return self.divided_losses(n, batch, streams, *self._stacked(streams, self._guess(n, streams)))
+
+    def divided_losses(
+        self, n: int, batch: Batch, streams: Sequence[Batch], images: Tensor, target: Tensor, valid: Tensor
+    ) -> dict[str, Tensor]:
+        """Of both views of all streams, which are mixed first."""
         partner = pair_across(streams, MIXUP_PARTNERS)
         lam = mixup.mixup_lambda(batch, self.options.mixup, MIXUP_LAMBDA, fold=True)
         images, target = mixup.mix(images, partner, lam), mixup.mix(target, partner, lam)
         rows = 2 * len(batch.index)  # the labelled ones come first
         if not self.options.unlabelled:
             images, target, valid = images[:rows], target[:rows], valid[:rows]
-        mask = None if all(stream.mask is None for stream in streams) else valid
-        features, logits = self.network(n)(images, mask)
+        features, logits = self.network(n)(images, counted_rows(streams, valid))
         return self.mixed_losses(n, batch, features, logits, target, valid)
 
     def warmup_losses(self, n: int, batch: Batch) -> dict[str, Tensor]:
@@ -202,9 +209,14 @@ class DivideMix(TwoNetworks[DivideMixOptions]):
 
     def _stacked(self, streams: Sequence[Batch], targets: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Pictures, targets and validity of both views of all streams, view by view."""
-        images = torch.cat([s.views[view] for s in streams for view in ("weak", "weak2")])
+        images = torch.cat([s.views[view] for s in streams for view in self.mixed_views])
         target = torch.cat([target.repeat(2, 1) for target in targets])
         return images, target, torch.cat([stream.valid.repeat(2) for stream in streams])
+
+
+def counted_rows(streams: Sequence[Batch], valid: Tensor) -> Tensor | None:
+    """`valid`, or None where it is known without asking the device that all rows count."""
+    return None if all(stream.mask is None for stream in streams) else valid
 
 
 def mean_prediction(networks: Sequence[Network], batch: Batch) -> Tensor:

@@ -9,7 +9,7 @@ B rows on this rank, K classes, N training samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -27,6 +27,7 @@ from pipeline.methods.options import HAROptions
 from pipeline.methods.parts.flag import Flag
 from pipeline.methods.parts.losses import cross_entropy, sample_losses
 from pipeline.methods.parts.survey import Survey
+from pipeline.models.backbones import FeatureInput
 from pipeline.models.batchnorm import BatchNorm
 from pipeline.models.network import Network
 from shards.base.errors import UserError
@@ -139,15 +140,17 @@ class HAR(OneNetwork[HAROptions]):
             norms_B = torch.zeros_like(loss_B)
             for layer, gradient in zip(self._norms(), gradients):
                 gradient = gradient.to(loss_B.dtype)
-                if layer.weight is not None:  # the gradient before the layer's scale
-                    gradient = gradient * layer.weight[:, None, None]
+                if (scale := getattr(layer, "weight", None)) is not None:  # the gradient before the layer's scale
+                    gradient = gradient * scale[:, None, None]
                 # The square root has no derivative at zero.
                 norms_B = norms_B + (gradient.flatten(1).square().sum(1) + 1e-12).sqrt()
             total = self.world.all_reduce_sum(weight_B.sum()).clamp_min(1e-8)
             return self.world.global_mean(self.strengths[batch.label] * norms_B, batch.valid) / total * batch.share
 
-    def _norms(self) -> list[BatchNorm | nn.GroupNorm]:
-        """The normalisations of the residual blocks: all but the stem's."""
+    def _norms(self) -> Sequence[nn.Module]:
+        """The normalisations of the residual blocks: all but the stem's. Of stored features: the features themselves."""
+        if isinstance(self.network.backbone, FeatureInput):
+            return [self.network.backbone]
         return [m for m in self.network.backbone.modules() if isinstance(m, BatchNorm | nn.GroupNorm)][1:]
 
     @contextmanager
@@ -156,6 +159,8 @@ class HAR(OneNetwork[HAROptions]):
         outputs: dict[int, Tensor] = {}
 
         def record(number: int, output: Tensor) -> Tensor:
+            if not output.requires_grad:  # a frozen backbone or stored features; the gradient still depends on the head
+                output = output.detach().requires_grad_()
             outputs[number] = output
             return output.clone()  # the next layer may work in place
 

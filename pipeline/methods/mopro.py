@@ -10,7 +10,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from pipeline.config import Config
 from pipeline.data import sampling
@@ -18,6 +17,7 @@ from pipeline.data.batch import Batch, Pass, TrainingSet
 from pipeline.distributed.world import World
 from pipeline.methods.base import Beliefs, Stage
 from pipeline.methods.options import MoProOptions
+from pipeline.methods.parts.key_queue import enqueue, queue_contrastive
 from pipeline.methods.parts.losses import cross_entropy, prototype_logits
 from pipeline.methods.parts.survey import Survey
 from pipeline.methods.prototype_method import PrototypeMethod
@@ -125,14 +125,14 @@ class MoPro(PrototypeMethod[MoProOptions]):
         """In the last stage the representation and its batch statistics are frozen."""
         super().train(mode)
         if self.stage == RETRAIN:
-            self.network.backbone.eval()
-            self.eval_network.backbone.eval()
+            self.network.rest()
+            self.eval_network.rest()
         return self
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         if self.stage == RETRAIN:
             with torch.no_grad():
-                features = self.eval_network.backbone(batch.views["weak"])
+                features = self.eval_network.encode(batch.views["weak"])
             label = self.label[batch.index].long()
             return {"loss": cross_entropy(self.network.head(features), label, batch.valid, self.world)}
         features, logits = self.network(batch.views["weak"], batch.mask)
@@ -191,34 +191,6 @@ class MoPro(PrototypeMethod[MoProOptions]):
             "linear": logits.float(),
             "prototype": prototype_logits(z, self.prototypes, self.options.temperature),
         }
-
-
-@full_precision
-def queue_contrastive(
-    z_BD: Tensor,
-    key_BD: Tensor,
-    queue_QD: Tensor,
-    written: Tensor,
-    valid_B: Tensor,
-    temperature: float,
-    world: World,
-) -> Tensor:
-    """Find the key of the same sample among those in the filled part of the queue."""
-    empty = torch.arange(len(queue_QD), device=queue_QD.device) >= written
-    others = (z_BD @ queue_QD.T).masked_fill(empty, -torch.inf)
-    logits = torch.cat([(z_BD * key_BD).sum(1, keepdim=True), others], 1) / temperature
-    return world.global_mean(
-        F.cross_entropy(logits, torch.zeros_like(valid_B, dtype=torch.long), reduction="none"), valid_B
-    )
-
-
-def enqueue(queue: Tensor, written: Tensor, key_GD: Tensor, valid_G: Tensor) -> None:
-    """Write the valid keys over the oldest ones. Keys of padding rows go to the last row of the queue."""
-    size, valid = len(queue) - 1, valid_G > 0
-    position = (written + valid.cumsum(0) - 1) % size
-    queue.index_copy_(0, torch.where(valid, position, size), key_GD.to(queue.dtype))
-    queue[size] = 0
-    written += valid.sum()
 
 
 def ema_update(prototypes_KD: Tensor, z_GD: Tensor, label_G: Tensor, weight_G: Tensor, momentum: float) -> Tensor:

@@ -193,6 +193,25 @@ class SFAOptions(RoLTOptions):
     sampled_above: NonNegativeInt = Field(300, description="classes with more candidates have their centroid drawn from a Gaussian instead of the average")
 
 
+class DaSCOptions(DivideMixOptions):
+    """Distribution-aware selection and contrast: DivideMix by class centres that all samples make by their predictions."""
+
+    code: ClassVar[str] = "dasc:DaSC"
+    name: Literal["dasc"] = "dasc"  # type: ignore[assignment]
+    loss_epochs: Literal[1] = Field(1, description="no losses are averaged here")
+    warmup: Fraction = Field(0.3, description="part of the training on the given labels alone")
+    unlabelled_ramp: Fraction = Field(0.16, description="part of the training in which the weight of unlabelled samples rises from zero, after the warm-up")
+    candidate_growth: PositiveFloat = Field(1.65, description="samples count for the centres when both classifiers are surer than 1/classes times this by the end of the training")
+    temperature: PositiveFloat = Field(0.1, description="of the predictions that weigh samples in centres, and of the balanced contrast")
+    contrast_start: Fraction = Field(0.1, description="part of the training before the contrast begins, at the latest after the warm-up")
+    confident_above: Fraction = Field(0.9, description="samples with a target above this learn the balanced contrast, those below to know themselves again")
+    balanced_contrast: NonNegativeFloat = Field(0.5, description="weight of the balanced supervised contrast")
+    discrimination: NonNegativeFloat = Field(0.3, description="weight of the contrast of a sample with itself")
+    discrimination_temperature: PositiveFloat = Field(0.5, description="its temperature")
+    queue: PositiveInt = Field(1024, description="keys of mixed pictures that it is contrasted against, for each network; at least those of a step")
+    projection: PositiveInt = Field(128, description="width in which samples are compared")
+
+
 class RRLOptions(Settings):
     """Robust representation learning: labels smoothed over neighbours in the embedding; the base of Prototypical."""
 
@@ -231,7 +250,55 @@ class MoProOptions(Settings):
     retrain_lr: PositiveFloat = Field(0.01, description="initial learning rate of that stage; a tenth after each third")
 
 
-MethodOptions = Annotated[CrossEntropyOptions | PrototypicalOptions | LDAMOptions | LDAMDRWOptions | CRTOptions | NCMOptions | CoTeachingOptions | MentorNetOptions | ELROptions | ELRPlusOptions | HAROptions | AUMOptions | DivideMixOptions | RoLTOptions | SFAOptions | RRLOptions | MoProOptions, Field(discriminator="name")]
+class SSROptions(Settings):
+    """SSR+: confident predictions replace labels, neighbours confirm them, confirmed samples are drawn class-balanced."""
+
+    code: ClassVar[str] = "ssr:SSR"
+    name: Literal["ssr"] = "ssr"
+    relabel_above: Fraction = Field(0.9, description="a sample takes its likeliest class when the classifier gives it more than this; 1 = never")
+    select_from: Fraction = Field(1.0, description="a sample is selected when its label has at least this part of the votes of the class with most")
+    neighbours: PositiveInt = Field(200, description="samples that vote, the sample itself among them (all, if there are fewer)")
+    mixup: NonNegativeFloat = Field(4.0, description="Beta(a,a) of the mixing; 0 = no mixing")
+    consistency: NonNegativeFloat = Field(1.0, description="weight of the agreement between the views of all samples; 0 = plain SSR, which needs selected samples only")
+    projection: PositiveInt = Field(128, description="width in which the views are compared")
+    neighbour_block: NoEffect[PositiveInt] = Field(1024, description="rows per block of the neighbour search; bounds its memory")
+
+
+class PLSLSAOptions(Settings):
+    """PLS-LSA, one network: losses and a linear separation find wrong labels in turn; their pseudo-labels count by trust."""
+
+    code: ClassVar[str] = "pls_lsa:PLSLSA"
+    name: Literal["pls_lsa"] = "pls_lsa"
+    warmup: Fraction = Field(0.0, description="part of the training on the given labels; at least one epoch")
+    detector: Literal["alternate", "loss", "linear"] = Field("alternate", description="what finds wrong labels: a mixture over the losses, a linear separation of those it finds from the others, or both in turn")
+    wrong_above: BelowOne = Field(0.95, description="a label is wrong when its loss belongs to the component of large losses with more than this probability")
+    layer: str = Field("", description="layer of the backbone that the linear separation sees; empty = its second stage, or its features if it has no stages")
+    sharpening: PositiveFloat = Field(0.5, description="temperature of pseudo-labels; 1 leaves them as they are")
+    mixup: NonNegativeFloat = Field(1.0, description="Beta(a,a) of the mixing; 0 = no mixing")
+    penalty: NonNegativeFloat = Field(0.0, description="weight of the penalty on a mean prediction that is not uniform (1 for WebVision)")
+    contrastive: NonNegativeFloat = Field(1.0, description="weight of the contrast with samples of the same label or pseudo-label")
+    temperature: PositiveFloat = Field(0.2, description="of the contrast")
+    projection: PositiveInt = Field(128, description="width of the contrast")
+
+
+class LatentOptions(Settings):
+    """Latent true labels: a linear classifier on frozen features, fitted without steps, and the posterior of every label."""
+
+    code: ClassVar[str] = "latent:Latent"
+    name: Literal["latent"] = "latent"
+    components: PositiveInt = Field(256, description="principal components of the features that are used")
+    relabel_above: Fraction = Field(0.8, description="a sample takes another label when that label is likelier than this")
+
+
+class FinetuneOptions(Settings):
+    """Fine-tuning on the labels and weights that an earlier run arrived at (model.start)."""
+
+    code: ClassVar[str] = "finetune:Finetune"
+    name: Literal["finetune"] = "finetune"
+    balance: Fraction = Field(0.5, description="power of (mean class size / class size) in the weight of a sample; 0 = classes are not weighted")
+
+
+MethodOptions = Annotated[CrossEntropyOptions | PrototypicalOptions | LDAMOptions | LDAMDRWOptions | CRTOptions | NCMOptions | CoTeachingOptions | MentorNetOptions | ELROptions | ELRPlusOptions | HAROptions | AUMOptions | DivideMixOptions | RoLTOptions | SFAOptions | DaSCOptions | RRLOptions | MoProOptions | SSROptions | PLSLSAOptions | LatentOptions | FinetuneOptions, Field(discriminator="name")]
 
 
 def options_of(name: str) -> type[Settings]:

@@ -2,65 +2,57 @@
 
 from __future__ import annotations
 
-import difflib
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+from functools import lru_cache
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from pipeline.config import ModelConfig
+from pipeline.config import Config, ModelConfig
+from pipeline.models import timm_models
 from pipeline.models.batchnorm import CountedRows
 from pipeline.models.preact_resnet import PreActResNet18
+from pipeline.models.pretrained import find_weights, load_weights
 from shards.base.errors import UserError
+
+
+class FeatureInput(nn.Module):
+    """Stands where the backbone would be in a network that starts from stored features."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        return features
+
+
+def input_shape(config: Config) -> tuple[int, ...]:
+    """The shape of one input of the network: (D,) for stored features, else (3, S, S)."""
+    size = config.data.size
+    return (feature_width(config.model),) if config.model.from_features else (3, size, size)
+
+
+def feature_width(config: ModelConfig) -> int:
+    """The number of features of the backbone."""
+    return _width(config.backbone, config.width)
+
+
+@lru_cache
+def _width(backbone: str, width: int) -> int:
+    with torch.device("meta"):  # without weights, in a moment
+        return build_backbone(ModelConfig(backbone=backbone, width=width))[1]
 
 
 def build_backbone(config: ModelConfig) -> tuple[nn.Module, int]:
     """(module from images to pooled features, number of features)."""
-    if config.backbone == "preact_resnet18":
+    weights = find_weights(config.backbone, config.pretrained) if config.pretrained else None
+    if config.backbone == timm_models.OWN:
         own = PreActResNet18(config.width, config.norm)
         backbone: nn.Module = own
         features = own.features
     else:
-        backbone, features = _timm(config.backbone)
-    if config.pretrained:
-        _load_weights(backbone, config.pretrained)
+        backbone = timm_models.create(config.backbone, str(weights.file) if weights and weights.by_timm else "")
+        features = int(backbone.num_features)  # type: ignore[arg-type]
+    if weights and not weights.by_timm:
+        load_weights(backbone, config, weights.file)
     return backbone, features
-
-
-def _timm(name: str) -> tuple[nn.Module, int]:
-    from pipeline.models import torchvision_compat
-
-    torchvision_compat.patch_torchvision()
-    import timm
-
-    if name not in timm.list_models():
-        matches = difflib.get_close_matches(name, ["preact_resnet18", *timm.list_models()], 1)
-        hint = f" Did you mean '{matches[0]}'?" if matches else " timm.list_models() names them all."
-        raise UserError(f"model.backbone: there is no backbone '{name}'.{hint}")
-    # drop_rate=0 because the ports the papers trained have no dropout before the head
-    model = timm.create_model(name, pretrained=False, num_classes=0, drop_rate=0.0)
-    return model, int(model.num_features)  # type: ignore[arg-type]
-
-
-def _load_weights(backbone: nn.Module, path: str) -> None:
-    from safetensors.torch import load_file
-
-    if not Path(path).is_file() or not path.endswith(".safetensors"):
-        raise UserError(
-            f"model.pretrained: {path} is not a .safetensors file on this machine. Convert the weights first; pickles are never loaded."
-        )
-    weights = load_file(path)
-    try:
-        missing, unexpected = backbone.load_state_dict(weights, strict=False)
-    except RuntimeError as error:
-        raise UserError(
-            f"model.pretrained: {path} holds weights of other shapes. {str(error).splitlines()[-1].strip()}"
-        ) from None
-    if missing:
-        raise UserError(
-            f"model.pretrained: {path} lacks {len(missing)} weights of the backbone, for example {missing[0]}. Use weights of the same architecture."
-        )
-    del unexpected  # a head beside the backbone is normal in published weights
 
 
 def checkpoint_activations(backbone: nn.Module, name: str, rows: CountedRows) -> None:
@@ -97,3 +89,19 @@ def _repeated_blocks(module: nn.Module) -> list[nn.Module]:
         else:
             blocks += _repeated_blocks(child)
     return blocks
+
+
+def layer_numbers(backbone: nn.Module) -> tuple[dict[int, int], int]:
+    """The layer of every parameter, by its id, and how many blocks there are. 0 is what stands before the first block; what
+    stands behind a block counts with it."""
+    blocks = _smallest_blocks(backbone)
+    inside = {id(p): number for number, block in enumerate(blocks, 1) for p in block.parameters()}
+    found, layer = {}, 0
+    for parameter in backbone.parameters():
+        found[id(parameter)] = layer = inside.get(id(parameter), layer)
+    return found, len(blocks)
+
+
+def _smallest_blocks(module: nn.Module) -> list[nn.Module]:
+    """Repeated blocks that hold no others: of a stage of several blocks each block."""
+    return [inner for block in _repeated_blocks(module) for inner in _smallest_blocks(block) or [block]]

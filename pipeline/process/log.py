@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+from shards.base.progress import terminal
+
 log = logging.getLogger("pipeline")
 
 
@@ -16,18 +18,34 @@ def start_logging(is_main: bool, file: Path | None = None) -> None:
     if is_main and sys.stderr.isatty():
         from rich.logging import RichHandler
 
-        handlers.append(RichHandler(show_path=False, markup=False, log_time_format="%H:%M:%S"))
+        # Without a formatter basicConfig gives it one that writes level and name once more.
+        handlers.append(RichHandler(console=terminal(), show_path=False, show_level=False, log_time_format="%H:%M:%S"))
+        handlers[0].setFormatter(logging.Formatter("%(message)s"))
     else:
         handlers.append(logging.StreamHandler())
     if is_main and file is not None:
         handlers.append(logging.FileHandler(file, encoding="utf-8"))
     form = logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S")
     for handler in handlers:
-        if not type(handler).__name__.startswith("Rich"):
+        if handler.formatter is None:
             handler.setFormatter(form)
         handler.setLevel(logging.INFO if is_main else logging.ERROR)
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
-    for noisy in ("mlflow", "alembic", "matplotlib", "botocore", "fsspec", "s3fs", "torch", "numba", "PIL"):
+    for noisy in (
+        "mlflow",
+        "alembic",
+        "matplotlib",
+        "botocore",
+        "fsspec",
+        "s3fs",
+        "torch",
+        "numba",
+        "PIL",
+        "httpx",
+        "httpx2",
+        "huggingface_hub",
+        "timm",
+    ):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 

@@ -23,13 +23,15 @@ class StopRequest:
     """Whether this run should stop: a signal, a deadline, or a stop file.
 
     A signal only sets a flag. The trainer reads it in every step, and all ranks act on it together. A second Ctrl-C
-    ends the process at once. The stop file is never removed; while it exists, the run does not go on.
+    ends the process at once; so does the first while `at_once` is true, because there is nothing to save yet. The stop file
+    is never removed; while it exists, the run does not go on.
     """
 
     def __init__(self, deadline_minutes: float = 0.0, stop_file: str | Path = "",
                  clock: Callable[[], float] = time.monotonic, started: float | None = None) -> None:  # fmt: skip
         """The deadline counts from `started`, by default from now."""
         self._clock = clock
+        self.at_once = False
         self._stop_reason: str | None = None
         started = clock() if started is None else started
         self._minutes = deadline_minutes
@@ -41,8 +43,12 @@ class StopRequest:
             self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self._stop_reason == "SIGINT received":
-            raise KeyboardInterrupt
+        if number == signal.SIGINT:
+            if self.at_once or self._stop_reason == "SIGINT received":
+                raise KeyboardInterrupt
+            if os.environ.get("RANK", "0") == "0":
+                with contextlib.suppress(OSError):
+                    os.write(2, b"\nstopping after this step. Ctrl-C once more ends at once, without saving.\n")
         self._stop_reason = f"{signal.Signals(number).name} received"
 
     @property

@@ -13,8 +13,9 @@ from typing import ClassVar
 from pipeline.reports.pages import render
 
 MARK = "reduced"
-TEXT_COLUMNS = ("scale", "how, and run ids", "recipe", "backbone", "seeds", "run ids", "status", "run id")
-WRAPPED = ("scale", "how, and run ids", "run ids")
+DIFFERS = "what differs"
+TEXT_COLUMNS = (DIFFERS, "scale", "how, and run ids", "recipe", "backbone", "seeds", "run ids", "status", "run id")
+WRAPPED = (DIFFERS, "scale", "how, and run ids", "run ids")
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
-from pipeline.tracking.colors import DASHES, MARKERS, PALETTE, style
+from pipeline.tracking.colors import DASHES, MARKERS, PALETTE, free_color, style
 
 Data = dict[str, Any]
 GROUPS = ("many", "medium", "few")
@@ -97,11 +97,15 @@ def _new_figure(width: float = 6.4, height: float = 3.8, columns: int = 1) -> tu
 
 
 def line_styles(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Each run's line style, by its method; a method's second run has the same colour, other dashes and markers."""
+    """Each run's line style, by its method; a method's second run has another colour, other dashes and markers."""
     out: list[dict[str, Any]] = []
     turns: Counter[str] = Counter()
+    taken = [str(style(method)["color"]) for method in dict.fromkeys(run.method for run in runs)]
     for run in runs:
         line_style, turn = style(run.method), turns[run.method]
+        if turn:
+            line_style = line_style | {"color": free_color(line_style["color"], taken)}
+            taken.append(line_style["color"])
         dash, mark = DASHES.index(line_style["linestyle"]) + turn, MARKERS.index(line_style["marker"]) + turn
         out.append(line_style | {"linestyle": DASHES[dash % len(DASHES)], "marker": MARKERS[mark % len(MARKERS)]})
         turns[run.method] += 1
@@ -168,8 +172,10 @@ def _plot_class_line(ax: Axes, data: Data, values: Any, **line_style: Any) -> No
 
 
 def _plot_curves(runs: Sequence[Run], keys: dict[str, str], ylabel: str) -> Figure | None:
-    """A metric over epochs, one line per run; several metrics side by side."""
+    """A metric over epochs, one line per run; several metrics side by side. Trainings of one epoch have no curve."""
     keys = {key: title for key, title in keys.items() if any(series(run.data, key)[0] for run in runs)}
+    if all(len(run.data.get("history") or []) < 2 for run in runs):
+        return None
     if not keys:
         return None
     figure, axes = _new_figure(3.6 * len(keys) if len(keys) > 1 else 6.4, 3.6 if len(keys) > 1 else 3.8, len(keys))
@@ -223,7 +229,7 @@ def plot_groups(runs: Sequence[Run]) -> Figure | None:
                 ax.plot(at, list(values.values()), label=run.label, markersize=5, linewidth=1, **own)
                 continue
             at = [GROUPS.index(g) + (place - (len(runs) - 1) / 2) * width for g in values]
-            bar_style = {"color": style(run.method)["color"], "hatch": ["", "//", "..", "xx", "\\\\"][place % 5]}
+            bar_style = {"color": own["color"], "hatch": ["", "//", "..", "xx", "\\\\"][place % 5]}
             bars = ax.bar(at, list(values.values()), width * 0.92, label=run.label, edgecolor="white", **bar_style)
             ax.bar_label(bars, fmt="%.0f", fontsize=7)
         ax.set(title=title, xlim=(-0.6, 2.6), ylim=(0, 109))
@@ -288,8 +294,7 @@ def plot_class_size(runs: Sequence[Run]) -> Figure | None:
             counts, accuracy, s=26, color=line_style["color"], marker=line_style["marker"], label=run.label, alpha=0.8
         )
         if len(runs) == 1 and len(counts) <= 20 and _has(run.data, "class_names"):
-            for count, value, name in zip(counts, accuracy, run.data["class_names"]):
-                ax.annotate(str(name)[:12], (count, value), fontsize=7, xytext=(4, 3), textcoords="offset points")
+            _name_points(ax, counts, accuracy, run.data["class_names"])
     ax.set(title="accuracy of each class against its size", ylabel="percent", ylim=(-3, 103), xscale="log")
     ax.set_xlabel("training pictures of the class (log scale)")
     ax.xaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
@@ -298,6 +303,21 @@ def plot_class_size(runs: Sequence[Run]) -> Figure | None:
     if len(runs) > 1:
         _legend(figure, [ax])
     return figure
+
+
+def _name_points(ax: Axes, counts: np.ndarray, accuracy: np.ndarray, names: Sequence[str]) -> None:
+    """The name of each class beside its point: left of it on the right half, and lower where another name is already."""
+    across = np.log(np.maximum(counts, 1))
+    across = (across - across.min()) / max(float(np.ptp(across)), 1e-9)
+    taken: list[tuple[float, float]] = []
+    for x, count, value, name in sorted(zip(across, counts, accuracy, names)):
+        left, drop = x > 0.5, 0
+        while any(abs(x - there) < 0.22 and abs(value - drop - at) < 5 for there, at in taken):
+            drop += 5
+        taken.append((x, value - drop))
+        offset = (-5 if left else 5, 3 - drop * 1.9)  # a percent is about two points high
+        side = "right" if left else "left"
+        ax.annotate(str(name)[:12], (count, value), fontsize=7, xytext=offset, textcoords="offset points", ha=side)
 
 
 COMPARISON_PLOTS = {

@@ -6,17 +6,34 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.reports import figures
-from pipeline.reports.document import MARK, Document
-from pipeline.reports.run_table import Cell, Mean, Result, Row, Table, compare, mean_of, paper_tables, read_runs
+from pipeline.reports.document import DIFFERS, MARK, Document
+from pipeline.reports.run_table import (
+    Cell,
+    Mean,
+    Result,
+    Row,
+    Table,
+    compare,
+    mean_of,
+    paper_tables,
+    read_runs,
+    titles,
+)
 from shards.base.errors import UserError
 from shards.base.files import output_folder
 from shards.base.redact import redact
+from shards.names import few_in_words
 
 # Column of the comparison -> metric. Percent, except clean F1 (0..1) and seconds.
 COLUMNS = {
     "best": "final/best", "last": "final/last", "many": "test/many", "medium": "test/medium",
-    "few": "test/few", "clean F1": "clean/f1", "seconds": "time/seconds",
+    "few": "test/few", "validation": "validation/top1", "validation few": "validation/few", "clean F1": "clean/f1",
+    "seconds": "time/seconds",
 }  # fmt: skip
+FEW = {"few": "test", "validation few": "validation"}  # column -> split
+MEANS = (
+    "mean ± sample standard deviation over n seeds, or over n draws: the bias of the data drawn anew with every seed"
+)
 TITLES = {
     "accuracy": "Accuracy over epochs",
     "groups": "Many, medium and few",
@@ -35,20 +52,18 @@ def shown(column: str, mean: Mean | None) -> str:
     return text + (f" ± {mean.spread:.{digits}f}" if mean.spread is not None else "")
 
 
-def variant_title(variant: tuple[str, float, float]) -> str:
-    return f"{variant[0]}, rho={variant[1]:g}, noise={variant[2]:g}"
-
-
 def comparison(doc: Document, runs: Sequence[Result]) -> None:
-    for number, (variant, rows) in enumerate(compare(runs).items()):
-        doc.heading(2, variant_title(variant))
+    compared = compare(runs)
+    named = titles(compared)
+    for number, (variant, rows) in enumerate(compared.items()):
+        doc.heading(2, named[variant])
         header, body = comparison_table(rows)
         doc.table(header, body)
-        doc.table(
-            ["method", "recipe", "epochs", "backbone", "seeds", "run ids"],
-            [about(row) for row in rows],
-            left=6,
-        )
+        if any(len(row.runs) > 1 for row in rows):
+            doc.text(f"{MEANS[0].upper()}{MEANS[1:]}.", note=True)
+        columns = ["method", DIFFERS, "recipe", "epochs", "backbone", "seeds", "run ids"]
+        lines = [[row.method, row.differs, *about(row)[1:]] for row in rows]
+        doc.table(*_without_empty(columns, lines), left=7)
         repeated = [run.run_id for row in rows for run in row.repeated]
         if repeated:
             left_out = ", ".join(repeated)
@@ -57,14 +72,30 @@ def comparison(doc: Document, runs: Sequence[Result]) -> None:
 
 
 def comparison_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    header = ["method", "n", *COLUMNS]
+    metrics = {run_metric for row in rows for run in row.runs for run_metric in run.metrics}
+    columns = {c: metric for c, metric in COLUMNS.items() if "validation" not in c or metric in metrics}
+    header = ["method", DIFFERS, "n", *columns]
     body = []
     for row in rows:
-        means = {column: mean_of(row.runs, metric) for column, metric in COLUMNS.items()}
+        means = {column: mean_of(row.runs, metric) for column, metric in columns.items()}
         if not means["last"]:  # a run without a summary of its last epoch
             means["last"] = mean_of(row.runs, "test/top1")
-        body.append([row.label, str(len(row.runs)), *(shown(column, mean) for column, mean in means.items())])
-    return header, body
+        numbers = (shown(column, mean) + _size(column, mean, row) for column, mean in means.items())
+        body.append([row.method, row.differs, row.count, *numbers])
+    return _without_empty(header, body)
+
+
+def _size(column: str, mean: Mean | None, row: Row) -> str:
+    """On how little the rare classes' number of a single run stands."""
+    return few_in_words(row.runs[0].tags, FEW[column]) if mean and column in FEW and len(row.runs) == 1 else ""
+
+
+def _without_empty(header: list[str], body: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """Without the column of what differs where nothing does."""
+    at = header.index(DIFFERS)
+    if any(line[at] for line in body):
+        return header, body
+    return header[:at] + header[at + 1 :], [line[:at] + line[at + 1 :] for line in body]
 
 
 def about(row: Row) -> list[str]:
@@ -73,14 +104,23 @@ def about(row: Row) -> list[str]:
     backbone = first.params.get("model.backbone", "?")
     if backbone.startswith("preact"):
         backbone += f" width {first.params.get('model.width', '?')}"
-    seeds = ", ".join(run.seed for run in row.runs)
     ids = ", ".join(run.run_id for run in row.runs)
-    return [row.label, recipe, first.params.get("train.epochs", "?"), backbone, seeds, ids]
+    return [row.label, recipe, first.params.get("train.epochs", "?"), backbone, row.seeds, ids]
+
+
+def legends(rows: Sequence[Row]) -> list[str]:
+    """What tells the lines of a figure apart: the methods, and what differs inside one."""
+    one_method = len({row.method for row in rows}) == 1
+    said = [row.difference(longest=16) for row in rows]
+    return [text if one_method and text else f"{row.method} {text}".strip() for row, text in zip(rows, said)]
 
 
 def _pictures(doc: Document, rows: Sequence[Row], name: str) -> None:
     """Figures with one line per row, from its last seed; the caption names the runs."""
-    drawn = [figures.Run(row.label, row.method, row.runs[-1].figures) for row in rows if row.runs[-1].figures]
+    names = legends(rows)
+    drawn = [
+        figures.Run(names[at], row.method, row.runs[-1].figures) for at, row in enumerate(rows) if row.runs[-1].figures
+    ]
     if not drawn:
         return
     folder = doc.folder / "report_files"
@@ -96,14 +136,18 @@ def _pictures(doc: Document, rows: Sequence[Row], name: str) -> None:
 
 
 def paper(doc: Document, runs: Sequence[Result]) -> None:
+    """Only the tables that a run fits: nobody's own pictures are in the paper."""
     source, tables = paper_tables(runs)
+    tables = [table for table in tables if table.run[0]]
+    if not tables:
+        return
     doc.heading(2, "The paper's tables beside ours")
-    doc.text(f"{source}. Ours: mean ± sample standard deviation over n seeds.")
+    doc.text(f"{source}. Ours: {MEANS}.")
     doc.text(f"[{MARK}] marks a cell run at another scale than the paper's: its difference is no result.")
     for table in tables:
         run, every = table.run
         title = f"{_table_name(table.id)}: {table.title} ({run} of {every} cells run)"
-        with doc.section(title, opened=run > 0):
+        with doc.section(title, opened=True):
             _paper_table(doc, table)
 
 
@@ -130,7 +174,7 @@ def _cell(table: Table, cell: Cell) -> list[str]:
     _, recipe, epochs, backbone, _, ids = about(row)
     scale = f"[{MARK}] {'; '.join(cell.reduced)}" if cell.reduced else "as in the paper"
     how = f"{recipe} recipe, {epochs} epochs, {backbone}: {ids}"
-    return [cell.where, cell.shown, *printed, *ours, str(len(row.runs)), scale, how]
+    return [cell.where, cell.shown, *printed, *ours, row.count, scale, how]
 
 
 def _percent(value: float | None) -> str:

@@ -13,18 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoints.upgrade import upgrade_params
 from pipeline.config import Config
+from pipeline.tracking.final_metrics import with_old_names
+from pipeline.tracking.tracker import DRAW
 from shards.base.errors import UserError
 from shards.base.redact import redact
 from shards.base.settings import Effect, effect_of
-from shards.config import BuildConfig
+from shards.config import BIASED_BY_NATURE, BuildConfig
+from shards.names import OWN_DATA, imbalance, name_of_source
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
 PAPER = Path(__file__).with_name("paper_tables.json")
-OWN_DATA = ("folder", "list")  # their name says nothing about the pictures
-MANIFEST = "manifest"
+MANIFEST, BIAS_SEED = "manifest", "shards.bias_seed"
 
 
 @dataclass(frozen=True)
@@ -38,15 +40,30 @@ class Result:
     metrics: dict[str, float]
     tags: dict[str, str]
     figures: dict[str, Any] = field(default_factory=dict, repr=False)  # figures/data.json
+    experiment_id: str = ""
 
     @property
     def method(self) -> str:
         return self.params.get("method.name", self.tags.get("method", "?"))
 
     @property
+    def source(self) -> str:
+        return self.tags.get("source") or self.tags.get("dataset") or self.params.get("shards.source", "?")
+
+    @property
+    def data_name(self) -> str:
+        """The data set's own name; runs before it was a tag have the path of their pictures, if any."""
+        named = self.tags.get("dataset", "") if "source" in self.tags else ""
+        return named or name_of_source(self.source, self.params.get("shards.path", ""))
+
+    @property
     def dataset(self) -> str:
-        source = self.tags.get("dataset") or self.params.get("shards.source", "?")
-        return f"{source} {self.manifest}" if source in OWN_DATA else source
+        """What tells data sets apart: two folders may have one name. Of one folder a bias may have been drawn several times."""
+        if self.source not in OWN_DATA:
+            return self.source
+        path = self.params.get("shards.path", "")
+        drawn = self._shards_number("rho", 1.0) > 1 or self._shards_number("noise", 0.0) > 0
+        return f"{self.data_name} {path if drawn and path else self.manifest}"
 
     @property
     def manifest(self) -> str:
@@ -55,6 +72,11 @@ class Result:
     @property
     def seed(self) -> str:
         return self.params.get("seed", "?")
+
+    @property
+    def draw(self) -> tuple[str, str]:
+        """(seed, seed of the data's bias)"""
+        return self.seed, self.params.get(BIAS_SEED, "?")
 
     @property
     def data_variant(self) -> tuple[str, float, float]:
@@ -73,6 +95,16 @@ class Result:
         """What the result depends on, besides the seed. The manifest's hash stands for all settings of the shards."""
         out = {k: v for k, v in self.params.items() if k != "seed" and effect_of(Config, k) is not Effect.NONE}
         return out | ({MANIFEST: self.manifest} if self.manifest else self.data_settings)
+
+    @cached_property
+    def settings_but_the_draw(self) -> dict[str, str]:
+        """The same without the seed of the data's bias, too; of a run that does not know how its shards were built, all."""
+        if not self.data_settings:
+            return self.settings
+        shards = {k: v for k, v in self.params.items() if k.startswith("shards.")}
+        inputs = {k: v for k, v in shards.items() if effect_of(BuildConfig, k.removeprefix("shards.")) is Effect.INPUT}
+        known = {**self.settings, **self.data_settings, **inputs}
+        return {k: v for k, v in known.items() if k not in (MANIFEST, BIAS_SEED)}
 
     @cached_property
     def data_settings(self) -> dict[str, str]:
@@ -122,9 +154,10 @@ def _read_runs(client: MlflowClient, uri: str, experiments: Sequence[str]) -> li
 
 def _result(client: MlflowClient, run: Run) -> Result:
     info, data = run.info, run.data
-    metrics, tags = dict(data.metrics), dict(data.tags)
+    metrics, tags = with_old_names(data.metrics), dict(data.tags)
     params = upgrade_params(data.params)
-    return Result(info.run_id, info.run_name or "", info.status, params, metrics, tags, _figure_data(client, run))
+    plots = _figure_data(client, run)
+    return Result(info.run_id, info.run_name or "", info.status, params, metrics, tags, plots, info.experiment_id)
 
 
 def _figure_data(client: MlflowClient, run: Run) -> dict[str, Any]:
@@ -143,7 +176,7 @@ def _figure_data(client: MlflowClient, run: Run) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-# -- means over seeds ------------------------------------------------------------------------------
+# -- means over seeds or draws ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -166,35 +199,112 @@ def mean_of(runs: Iterable[Result], metric: str) -> Mean | None:
 
 @dataclass(frozen=True)
 class Row:
-    """Runs that differ in nothing but the seed, one for each seed."""
+    """Runs that differ in nothing but the seed, one for each seed; or, as draws, in the seed and the bias drawn with it."""
 
     label: str
     method: str
     runs: tuple[Result, ...]
     repeated: tuple[Result, ...] = ()  # older runs of a seed that was run again
+    apart: dict[str, str] = field(default_factory=dict)  # settings other rows of the method have otherwise
+    draws: bool = False  # the bias of the data was drawn anew with every seed
+
+    @property
+    def count(self) -> str:
+        return f"{len(self.runs)} draws" if self.draws else str(len(self.runs))
+
+    @property
+    def seeds(self) -> str:
+        return ("draws " if self.draws else "") + ", ".join(run.seed for run in self.runs)
+
+    @property
+    def differs(self) -> str:
+        return self.difference()
+
+    def difference(self, longest: int = 0) -> str:
+        """`lr=0.02 mixup=0`: what differs, without the groups of the settings; of a longer value only its end."""
+        last = [key.rpartition(".")[2] for key in self.apart]
+        short = {key: name if last.count(name) == 1 and name != "name" else key for key, name in zip(self.apart, last)}
+        values = {key: value.removesuffix(".0") for key, value in self.apart.items()}
+        cut = {key: f"…{text[-longest:]}" if longest and len(text) > longest else text for key, text in values.items()}
+        return " ".join(f"{short[key]}={text}" for key, text in cut.items())
 
 
-def compare(runs: Sequence[Result]) -> dict[tuple[str, float, float], list[Row]]:
+Variant = tuple[str, float, float]
+
+
+def titles(compared: dict[Variant, list[Row]]) -> dict[Variant, str]:
+    """What each data set is called: its name, its imbalance, the bias that was injected. Unknown noise is not named."""
+    out: dict[Variant, str] = {}
+    names = [rows[0].runs[0].data_name for rows in compared.values()]
+    for variant, rows in compared.items():
+        run, (dataset, rho, noise) = rows[0].runs[0], variant
+        natural = run.source in BIASED_BY_NATURE
+        words = [run.data_name if names.count(run.data_name) == 1 else dataset]
+        if rho > 1 or not natural:
+            words.append(f"rho={rho:g}")
+        elif run.tags.get("imbalance"):
+            words.append(imbalance(_number(run.tags["imbalance"], 0.0) or None))
+        if noise > 0 or not natural:
+            words.append(f"noise={noise:g}")
+        out[variant] = ", ".join(words)
+    return out
+
+
+def compare(runs: Sequence[Result]) -> dict[Variant, list[Row]]:
     """Finished runs by data, then by method and settings. A label says in what a row differs from the others."""
-    out: dict[tuple[str, float, float], list[Row]] = {}
+    out: dict[Variant, list[Row]] = {}
     for run in runs:
         if run.status == "FINISHED":
             out.setdefault(run.data_variant, [])
     for variant, rows in out.items():
         here = [run for run in runs if run.data_variant == variant and run.status == "FINISHED"]
-        groups: dict[tuple[str, tuple[tuple[str, str], ...]], list[Result]] = {}
-        for run in here:
-            groups.setdefault((run.method, tuple(sorted(run.settings.items()))), []).append(run)
-        for (method, _), members in groups.items():
-            label = _label(members, [others for (name, _), others in groups.items() if name == method])
+        groups = _groups(here)
+        for members in groups:
+            method = members[0].method
+            apart = _apart(members, [others for others in groups if others[0].method == method])
+            label = " ".join([method, *(f"{key}={value}" for key, value in apart.items())])
             newest = {run.seed: run for run in members}  # the list is in order of time
             repeated = tuple(run for run in members if run is not newest[run.seed])
-            rows.append(Row(label, method, tuple(newest.values()), repeated))
+            rows.append(Row(label, method, tuple(newest.values()), repeated, apart, _are_draws(members)))
     return out
 
 
-def _label(members: list[Result], groups: list[list[Result]]) -> str:
-    """The method and the settings in which these runs differ from the other groups of the same method."""
+def _groups(runs: list[Result]) -> list[list[Result]]:
+    """Runs with equal settings on the same shards; groups of one draw each are one group.
+
+    A sweep marks its draws: they are not mixed with older runs that have several seeds on one of their shards.
+    """
+    alike: dict[Any, list[Result]] = {}
+    for run in runs:
+        alike.setdefault((run.method, tuple(sorted(run.settings.items())), DRAW in run.tags), []).append(run)
+    wide: dict[Any, list[list[Result]]] = {}
+    for (method, _, drawn), group in alike.items():
+        but_the_draw = tuple(sorted(group[0].settings_but_the_draw.items()))
+        wide.setdefault((method, but_the_draw, drawn), []).append(group)
+    out: list[list[Result]] = []
+    for groups in wide.values():
+        together = [run for run in runs if any(run in group for group in groups)]
+        out += [together] if _are_draws(together) else groups
+    return out
+
+
+def _are_draws(runs: list[Result]) -> bool:
+    """Whether seed and bias vary together: several seeds, each with a bias of its own."""
+    pairs = {run.draw for run in runs}
+    seeds, biases = zip(*pairs)
+    return len(pairs) > 1 and len(set(seeds)) == len(set(biases)) == len(pairs)
+
+
+def _apart(members: list[Result], groups: list[list[Result]]) -> dict[str, str]:
+    """The settings in which these runs differ from the other groups of the same method."""
+    if _are_draws(members):
+        return dict(
+            sorted(
+                _differing(
+                    members[0].settings_but_the_draw, [group[0].settings_but_the_draw for group in groups]
+                ).items()
+            )
+        )
     apart = _differing(members[0].settings, [group[0].settings for group in groups])
     if MANIFEST in apart:  # said by the settings the shards were built with, where these are known
         built = [_first(run.data_settings for run in group) for group in groups]
@@ -202,7 +312,7 @@ def _label(members: list[Result], groups: list[list[Result]]) -> str:
         if differing:
             del apart[MANIFEST]
             apart |= differing
-    return " ".join([members[0].method, *(f"{key}={value}" for key, value in sorted(apart.items()))])
+    return dict(sorted(apart.items()))
 
 
 def _differing(own: dict[str, str], others: list[dict[str, str]]) -> dict[str, str]:

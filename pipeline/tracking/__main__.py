@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
 from pydantic import Field
 
+from pipeline.config import tracking_environment
 from pipeline.tracking import journal
 from pipeline.tracking.journal import Journal, lock, pending
 from pipeline.tracking.tracker import JOURNAL, now
@@ -23,7 +23,7 @@ PROG = "python -m pipeline.tracking replay"
 
 class ReplayConfig(Settings):
     folder: str = Field(min_length=1, description="output folder of the run")
-    uri: str = Field("", description="MLflow tracking URI; empty = MLFLOW_TRACKING_URI, then the run's own setting")
+    uri: str = Field("", description="MLflow tracking URI; empty = the run's own setting, then MLFLOW_TRACKING_URI")
 
 
 COMMAND = cli.Command(
@@ -82,6 +82,8 @@ def _uri_of(folder: Path) -> str:
     config = folder / "config.yaml"
     uri: str = settings.read_yaml(config).get("tracking", {}).get("uri", "") if config.is_file() else ""
     if not uri or "***" in uri:
+        uri = tracking_environment().get("uri", "")
+    if not uri:
         raise UserError(f"{config} names no MLflow server. Add one, for example uri=sqlite:///runs/mlflow.db")
     return uri
 
@@ -95,7 +97,7 @@ def main(argv: list[str]) -> int:
 def replay_command(argv: list[str]) -> int:
     config = COMMAND.load(argv)
     folder = Path(config.folder)
-    uri = config.uri or os.environ.get("MLFLOW_TRACKING_URI") or _uri_of(folder)
+    uri = config.uri or _uri_of(folder)
     count = replay(folder, uri)
     print(f"{count} records sent to {redact(uri)}." if count else "Nothing was left to send.", file=sys.stderr)
     return 0

@@ -6,6 +6,7 @@ colour.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#8C6D00")
@@ -15,7 +16,17 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 METHODS = (
     "prototypical", "cross_entropy", "dividemix", "rolt", "ldam", "elr", "rrl", "crt", "coteaching",
     "mentornet", "har", "ncm", "ldam_drw", "aum", "elr_plus", "sfa", "mopro",
+    "latent", "finetune", "ssr", "dasc", "pls_lsa",
 )  # fmt: skip
+
+
+def free_color(wanted: str, taken: Sequence[str]) -> str:
+    """The wanted colour, or the next of the palette that is taken least."""
+    if wanted not in taken:
+        return wanted
+    return min(
+        (color for color in PALETTE if color != wanted), key=lambda color: (taken.count(color), PALETTE.index(color))
+    )
 
 
 def style(method: str) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunT
 from sqlalchemy.exc import SQLAlchemyError
 
 from pipeline.tracking import journal
+from pipeline.tracking.colors import free_color
 from pipeline.tracking.journal import Record, read_cursor, write_cursor
 from shards.base.errors import UserError
 from shards.base.files import file_lock
@@ -38,7 +39,7 @@ from shards.base.redact import one_line, redact
 
 logging.getLogger("urllib3").setLevel(logging.ERROR)  # it logs every retry; the tracker logs the outage once
 BATCH = 500
-JOB_TAG = "evenhand.job"
+JOB_TAG, COLOR_TAG = "evenhand.job", "mlflow.runColor"
 log = logging.getLogger(__name__)
 
 
@@ -115,6 +116,7 @@ class JournalSync:
         if self.cursor.get("server") != server:  # this server has nothing of the journal yet
             self.cursor = {"server": server, "offset": 0, "deferred": []}
         self.run_id = ""  # empty: not known yet
+        self.experiment_id = ""
         self.known_metrics: set[str] = set()  # metrics the server has
         self.known_steps: dict[str, set[int]] = {}  # their steps, fetched when first needed
         self.queued: list[Metric] = []
@@ -188,16 +190,20 @@ class JournalSync:
                     self.client.delete_run(other.info.run_id)
         else:
             tags = {clean_key(key): value for key, value in start["tags"].items()} | {JOB_TAG: start["job"]}
+            if COLOR_TAG in tags:  # runs of one method would be lines of one colour
+                others = self.client.search_runs([experiment], max_results=100)
+                tags[COLOR_TAG] = free_color(tags[COLOR_TAG], [one.data.tags.get(COLOR_TAG, "") for one in others])
             run = self.client.create_run(experiment, start["time"], tags, start["name"])
         if self.cursor.get("run_id") != run.info.run_id:
             self.cursor |= {"run_id": run.info.run_id, "offset": 0, "deferred": []}
-        self.run_id = run.info.run_id
+        self.run_id, self.experiment_id = run.info.run_id, experiment
         self.known_metrics, self.known_steps = set(run.data.metrics), {}
 
     def _log_params_and_tags(self, start: Record) -> None:
         """Params and tags of a start record. MLflow's params are final: what a resume changed becomes a tag."""
         known = self.client.get_run(self.run_id).data.params
-        params, tags = [], [RunTag(clean_key(key), str(value)[:5000]) for key, value in start["tags"].items()]
+        tags = [RunTag(clean_key(key), str(value)[:5000]) for key, value in start["tags"].items() if key != COLOR_TAG]
+        params = []
         for key, value in start["params"].items():
             key = clean_key(key)
             if key not in known:
@@ -248,6 +254,9 @@ class JournalSync:
             self.client.log_artifacts(self.run_id, str(path), record["to"] or path.name)
         else:
             self.client.log_artifact(self.run_id, str(path), record["to"] or None)
+            if record.get("table"):  # as mlflow.log_table marks it
+                shown = json.dumps([{"path": path.name, "type": "table"}])
+                self.client.set_tag(self.run_id, "mlflow.loggedArtifacts", shown)
 
 
 def clean_key(key: str) -> str:

@@ -22,7 +22,7 @@ import uuid
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.config import TrackingConfig
+from pipeline.config import TrackingConfig, tracking_environment
 from pipeline.tracking import journal
 from pipeline.tracking.colors import style
 from pipeline.tracking.journal import Journal, Record, pending, rewind
@@ -30,6 +30,8 @@ from shards.base.redact import one_line, redact, redact_all
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 JOURNAL = "journal.jsonl"
+DRAW = "draw"  # tag of a sweep's runs: seed and bias of the data were drawn together, with this number
+VARIED = "varied"  # tag of a sweep's runs: the settings it varies besides method and seed
 SYNC_SECONDS = 2.0  # between batches
 MAX_PAUSE = 60.0  # between attempts while the server does not answer
 SAMPLE_SECONDS = 10.0  # between samples of CPU, memory and GPU use
@@ -38,22 +40,26 @@ DEFAULT_URI = str(TrackingConfig.model_fields["uri"].default)
 log = logging.getLogger(__name__)
 
 
-def tracking_uri(uri: str = "") -> str:
-    """Where commands look for runs: the given URI, else the environment, else where the training writes."""
-    return uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
+def tracking_uri(uri: str = "", of_run: str = "") -> str:
+    """Where commands look for runs: the typed URI, that of the run's settings, the environment, the default."""
+    return uri or of_run or tracking_environment().get("uri") or DEFAULT_URI
 
 
 class NullTracker:
     """Tracking on ranks other than 0: the same calls, no effect."""
 
     run_id: str | None = None
+    experiment_id = ""  # known once MLflow has answered
     lost = False  # the journal of the checkpoint is gone, perhaps with a machine's disk
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record metrics of one step. Returns at once, never raises."""
 
-    def artifact(self, path: str | Path, to: str = "") -> None:
-        """Upload a file or a folder; `to`: where among the run's artifacts (a folder keeps its name)."""
+    def artifact(self, path: str | Path, to: str = "", table: bool = False) -> None:
+        """Upload a file or a folder; `to`: where among the run's artifacts (a folder keeps its name).
+
+        table: JSON in the layout of `mlflow.log_table`, which MLflow then shows as a table.
+        """
 
     def dataset(self, facts: dict[str, Any]) -> None:
         """Record the training data: name, digest, source and counts."""
@@ -108,8 +114,9 @@ class Tracker(NullTracker):
         self._metrics(step, metrics)
         self._logged.set()
 
-    def artifact(self, path: str | Path, to: str = "") -> None:
-        self._journal.append({"kind": "artifact", "time": now(), "path": self._inside(path), "to": to})
+    def artifact(self, path: str | Path, to: str = "", table: bool = False) -> None:
+        record: Record = {"kind": "artifact", "time": now(), "path": self._inside(path), "to": to}
+        self._journal.append(record | ({"table": True} if table else {}))
 
     def dataset(self, facts: dict[str, Any]) -> None:
         self._journal.append({"kind": "dataset", "time": now(), "facts": facts})
@@ -174,7 +181,7 @@ class Tracker(NullTracker):
 
                         sync = JournalSync(self.config.uri, self.path)
                     sync.sync(last)
-                    self.run_id = sync.run_id
+                    self.run_id, self.experiment_id = sync.run_id, sync.experiment_id
                     if self._failures:
                         log.warning(
                             "MLflow at %s answers again; the journal has been sent.",

@@ -6,10 +6,10 @@ run with such tensors to count what autograd saves for the backward pass. R rank
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -25,11 +25,13 @@ from pipeline.data.crops import Views
 from pipeline.data.loader import KEEP_BYTES
 from pipeline.data.partition import MicroBatch, RankBatch, micro_batches
 from pipeline.distributed.world import World
-from pipeline.engines.parameters import trainable_parameters
-from pipeline.methods.base import Method, load_method
+from pipeline.engines.optimizers import STATE
+from pipeline.engines.parameters import require_gradients, trainable_parameters, trained_parameters
+from pipeline.methods.base import Method
+from pipeline.methods.simclr import method_class
+from pipeline.models.backbones import input_shape
 from pipeline.models.network import Average
 from pipeline.models.precision import autocast_for
-from pipeline.process.log import log
 from shards.base.errors import UserError
 from shards.config import BuildConfig
 from shards.reader import read_manifest
@@ -80,24 +82,26 @@ def method_without_data(config: Config, samples: int, classes: int, ranks: int) 
     data = TrainingSet(given, classes, config.seed, config.data.batch)
     world = PaperWorld(ranks - 1, ranks)
     with torch.device("meta"):
-        return load_method(config.method.name)(config.model_copy(update={"model": model}), data, world)
+        return method_class(config)(config.model_copy(update={"model": model}), data, world)
 
 
 def standing(config: Config, samples: int, classes: int, ranks: int) -> Estimate:
-    """Weights, gradients, momentum, averages and tables; and what the data take on the host."""
+    """Weights, gradients, the optimiser's state, averages and tables; and what the data take on the host."""
     method = method_without_data(config, samples, classes, ranks)
     out = Estimate(samples, classes, ranks)
     averages = [module for module in method.modules() if isinstance(module, Average)]
     averaged = {id(t): t.nbytes for average in averages for t in (*average.parameters(), *average.buffers())}
     learned = sum(p.nbytes for _, p in trainable_parameters(method))
+    weights = sum(p.nbytes for p in method.parameters() if id(p) not in averaged)  # frozen ones, too
+    kept = STATE[config.optim.name]
     statistics = sum(b.nbytes for name, b in method.named_buffers() if "." in name and id(b) not in averaged)
     tables = {name: b.nbytes for name, b in method.named_buffers(recurse=False)}
     stage = config.deepspeed.stage if config.engine == "deepspeed" else 0
     share = -(-learned // ranks)
     out.device = [
-        Part("weights", (share if stage == 3 else learned) + statistics),
+        Part("weights", (-(-weights // ranks) if stage == 3 else weights) + statistics),
         Part("gradients", share if stage >= 2 else learned),
-        Part("momentum", share if stage else learned),
+        Part(" and ".join(kept), len(kept) * (share if stage else learned)),
         Part("average of the weights", sum(averaged.values())),
         *(Part(f"table: {name}", size) for name, size in tables.items()),
     ]
@@ -110,10 +114,9 @@ def standing(config: Config, samples: int, classes: int, ranks: int) -> Estimate
             f"{name}: {row:,} bytes for every sample that gets a row, at most {samples * row / GB:.2f} GB on each rank"
         )
     whole = {name: tables[name] * samples // max(len(method.get_buffer(name)), 1) for name in method.tables}
-    gathered = sum(whole.values())
-    rest = sum(size for name, size in tables.items() if name not in whole)
     out.host = [Part("index of the shards, order of an epoch", samples * (INDEX_BYTES + 16))]
-    out.main = [Part("copy for the checkpoint", 2 * learned + statistics + sum(averaged.values()) + rest + gathered)]
+    tensors = weights + len(kept) * learned + statistics + sum(averaged.values())
+    out.main = [Part("copy for the checkpoint", tensors + sum((tables | whole).values()))]
     return out
 
 
@@ -125,7 +128,8 @@ def estimate(config: Config, samples: int, classes: int, ranks: int) -> Estimate
     try:
         step, rows, views = activations(config, classes, ranks)
         out.device.append(Part("activations and images of a micro-batch", step))
-        out.host.append(Part("decoded batches", (config.data.prefetch + 2) * rows * views * config.data.size**2 * 3))
+        row_bytes = math.prod(input_shape(config)) * (2 if config.model.from_features else 1)  # float16, or bytes
+        out.host.append(Part("decoded batches", (config.data.prefetch + 2) * rows * views * row_bytes))
     except Exception as error:  # a method may look at values, which are not there
         out.unknown.append(f"activations: a step of {config.method.name} needs values ({type(error).__name__})")
     try:
@@ -135,6 +139,8 @@ def estimate(config: Config, samples: int, classes: int, ranks: int) -> Estimate
             out.device.append(Part("embeddings of all samples, where they are gathered", embedding * samples))
     except Exception as error:
         out.unknown.append(f"the survey: {config.method.name} needs values for it ({type(error).__name__})")
+    work = method_without_data(config, samples, classes, ranks).working_memory()
+    out.device += [Part(name, size) for name, size in work.items()]
     pictures = samples * config.data.size**2 * 3
     if Views(config.data).from_square and pictures <= KEEP_BYTES and config.data.loader == "tar":
         out.host.append(Part("decoded pictures, kept", pictures))
@@ -155,12 +161,10 @@ def activations(config: Config, classes: int, ranks: int) -> tuple[int, int, int
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         method.to_empty(device="cpu")
-    for stage, pass_ in _passes(config, few, classes):
-        number, epoch, prefixes = stage
+    for (number, epoch, prefixes), pass_ in _passes(config, few, classes):
         method.set_epoch(number, epoch)
         method.train()
-        for name, parameter in trainable_parameters(method):
-            parameter.requires_grad_(name.startswith(prefixes))
+        require_gradients(method, trained_parameters(method, prefixes))
         micro = _largest_part(config, pass_, ranks)
         with mode:
             batch, *second = [_batch(config, rows, pass_) for rows in micro.parts]
@@ -171,7 +175,7 @@ def activations(config: Config, classes: int, ranks: int) -> tuple[int, int, int
         size = sum(counted.values()) + sum(size for key, size in images.items() if key not in counted)
         del losses
         rows = sum(len(part.index) for part in micro.parts)
-        largest = max(largest, (size, rows, len(pass_.views)))
+        largest = max(largest, (size, rows, max(map(len, pass_.views_by_stream))))
     return largest
 
 
@@ -184,7 +188,7 @@ def _passes(config: Config, samples: int, classes: int) -> Iterator[tuple[tuple[
     )
     given = np.arange(samples, dtype=np.int32) % classes
     data = TrainingSet(given, classes, config.seed, config.data.batch)
-    method = load_method(config.method.name)(config.model_copy(update={"model": small}), data, World())
+    method = method_class(config)(config.model_copy(update={"model": small}), data, World())
     chance = torch.Generator().manual_seed(0)
     for buffer in method.buffers(recurse=False):
         if buffer.is_floating_point() and samples in buffer.shape:
@@ -205,9 +209,9 @@ def _largest_part(config: Config, pass_: Pass, ranks: int) -> MicroBatch:
 
 
 def _batch(config: Config, rows: RankBatch, pass_: Pass) -> Batch:
-    n, size = len(rows.index), config.data.size
+    n = len(rows.index)
     index = torch.empty(n, dtype=torch.long)
-    views = {name: torch.empty(n, 3, size, size) for name in pass_.views}
+    views = {name: torch.empty(n, *input_shape(config)) for name in pass_.views_by_stream[rows.stream]}
     return Batch(
         index, torch.empty_like(index), torch.empty(n), views, rows.held, (0, 0, 0), torch.empty_like(index),
         learner=pass_.learner, all_valid=True,
@@ -258,7 +262,7 @@ def survey_row(config: Config, classes: int) -> tuple[int, int]:
         return 0, 0
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         method.to_empty(device="cpu").eval()
-        images, given = torch.empty(2, 3, config.data.size, config.data.size), torch.empty(2, dtype=torch.long)
+        images, given = torch.empty(2, *input_shape(config)), torch.empty(2, dtype=torch.long)
         outputs = method.survey_outputs(images, given)
         rows = {name: v.numel() // 2 * (8 if v.dtype == torch.float64 else 4) for name, v in outputs.items()}
         return sum(rows.values()), rows.get("z", 0)
@@ -275,7 +279,7 @@ def _surveys(method: Method) -> Iterator[bool]:
 # -- how many samples ----------------------------------------------------------------------------------------------------
 
 _WEBVISION = {"google": 980_449, "flickr": 1_459_125, "both": 2_439_574}
-_KNOWN = {"digits": (1437, 10), "cifar10": (50_000, 10), "cifar100": (50_000, 100)}
+_KNOWN = {"digits": (1437, 10), "cifar10": (50_000, 10), "cifar100": (50_000, 100), "fashion_mnist": (60_000, 10)}
 
 
 def size_of_data(config: BuildConfig, samples: int = 0, classes: int = 0) -> tuple[int, int, str]:
@@ -328,73 +332,3 @@ def describe(config: Config, found: Estimate, where: str) -> str:
 
 def _shown(size: int) -> str:
     return f"{size / GB:.2f} GB" if size >= GB / 10 else f"{size / MB:.2f} MB"
-
-
-# -- before a run --------------------------------------------------------------------------------------------------------
-
-
-def check_memory(config: Config, samples: int, classes: int, world: World) -> None:
-    """Refuse a run that cannot fit, before it takes memory; warn of one that may not. Called by all ranks together."""
-    try:
-        found = standing(config, samples, classes, world.size)
-    except UserError:
-        raise
-    except Exception as error:  # a method may look at values while it is made
-        log.debug("memory is not checked: %s", error)
-        return
-    problems = [_gpu_problem(found, world), _host_problem(found, world)]
-    every = [problem for part in world.all_gather_object(problems) for problem in part if problem]
-    if refusals := [sentence for refused, sentence in every if refused]:
-        raise UserError(refusals[0])
-    for sentence in dict.fromkeys(sentence for _, sentence in every) if world.is_main else ():
-        log.warning(sentence)
-
-
-Problem = tuple[bool, str]  # whether the run is refused, and why
-
-
-def _gpu_problem(found: Estimate, world: World) -> Problem | None:
-    if world.device.type != "cuda":
-        return None
-    free, total = torch.cuda.mem_get_info(world.device)
-    return _problem(found.device, 1, f"on the GPU of rank {world.rank}", free, total)
-
-
-def _host_problem(found: Estimate, world: World) -> Problem | None:
-    """Of one machine; its first rank looks."""
-    if world.local_rank:
-        return None
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", str(world.size)))
-    parts = [Part(p.name, p.bytes * ranks) for p in found.host + (found.device if world.device.type == "cpu" else [])]
-    return _problem(parts + (found.main if world.is_main else []), ranks, "in host memory", *host_memory())
-
-
-def _problem(parts: list[Part], ranks: int, where: str, free: int, total: int) -> Problem | None:
-    need = sum(part.bytes for part in parts)
-    if need <= free:
-        return None
-    largest = sorted((part for part in parts if part.bytes), key=lambda part: -part.bytes)[:3]
-    named = ", ".join(f"{part.name} {part.bytes / GB:.1f} GB" for part in largest)
-    of = f" for {ranks} ranks" if ranks > 1 else ""
-    sentence = (
-        f"This run needs at least {need / GB:.1f} GB {where}{of}, activations not counted; there are {total / GB:.1f} GB, "
-        f"{free / GB:.1f} GB of them free. The largest parts: {named}. What helps: more ranks on more machines, "
-        "engine=deepspeed deepspeed.stage=3, a smaller model.backbone, or another method. --estimate lists every part."
-    )
-    return need > total, sentence
-
-
-def host_memory() -> tuple[int, int]:
-    """(free, all) bytes this machine or container may use."""
-    memory = psutil.virtual_memory()
-    free, total = memory.available, memory.total
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            bound, taken = (int((Path("/sys/fs/cgroup") / name).read_text()) for name in (limit, used))
-        except (OSError, ValueError):  # no such group, or no limit ("max")
-            continue
-        free, total = min(free, max(bound - taken, 0)), min(total, bound)
-    return free, total

@@ -11,45 +11,67 @@ import torch
 
 from pipeline.config import Config
 from pipeline.evaluation.accuracy import Evaluation, evaluate
+from pipeline.features.encoder import stored_encoder
 from pipeline.process.log import log
+from pipeline.tracking.final_metrics import best_and_last, best_epoch, chosen_on, mean_of_last
+from pipeline.training.progress_lines import counted
 from pipeline.training.trainer import Trainer
 from shards.base.files import atomic_write
+from shards.base.progress import waiting
+from shards.config import VALIDATION
+from shards.names import known_bias, name_of_shards, size_of_few
 
+PER_CLASS = "per_class.json"
 EMBEDDED = 1000  # test pictures on the embedding map
 
 
 def summarise(config: Config, trainer: Trainer) -> dict[str, Any]:
     """The numbers that scripts and people read first."""
-    history, bias = trainer.history, trainer.train_split.manifest.bias
+    history, manifest = trainer.history, trainer.train_split.manifest
+    known = known_bias(manifest)
     last = history[-1]
-    best = max(range(len(history)), key=lambda e: history[e]["test/top1"])
-    with_f1 = [past["clean/f1"] for past in history if "clean/f1" in past]
+    best = best_epoch(history)
     return {
         "method": config.method.name,
         "seed": config.seed,
-        "dataset": trainer.train_split.manifest.source,
-        "rho": bias.rho,
-        "noise": bias.noise,
+        "dataset": name_of_shards(trainer.train_split.url, manifest),
+        "rho": known.get("rho"),  # None: nothing was injected, and nobody knows
+        "noise": known.get("noise"),
         "epochs": len(history),
         "ranks": trainer.world.size,
         "best": history[best]["test/top1"],
         "best_epoch": best,
+        "best_chosen_on": chosen_on(last),
         "last": last["test/top1"],
         "mean_last10": mean_of_last(history),
         "many": last.get("test/many"),
         "medium": last.get("test/medium"),
         "few": last.get("test/few"),
-        "clean_f1": with_f1[-1] if with_f1 else None,
+        **of_validation(history),
+        **size_of_few(manifest),
+        "clean_f1": _last_of(history, "clean/f1"),
+        "clean_auc": _last_of(history, "clean/auc"),
         "seconds": trainer.clock.seconds,
-        "images_per_second": last["time/images_per_second"],
+        "images_per_second": last.get("time/images_per_second"),  # None: nothing was trained
         "recipe": config.recipe,
-        "manifest": trainer.train_split.manifest.hash,
+        "manifest": manifest.hash,
         "run_id": trainer.tracker.run_id,
     }
 
 
-def mean_of_last(history: list[dict[str, float]], key: str = "test/top1", count: int = 10) -> float:
-    return float(np.mean([past[key] for past in history[-count:]]))
+def _last_of(history: list[dict[str, float]], key: str) -> float | None:
+    return next((past[key] for past in reversed(history) if key in past), None)
+
+
+def of_validation(history: list[dict[str, float]]) -> dict[str, float | None]:
+    """The same numbers on the validation split, if there is one."""
+    last = history[-1]
+    if chosen_on(last) != VALIDATION:
+        return {}
+    key = f"{VALIDATION}/top1"
+    means = {"best": history[best_epoch(history)][key], "last": last[key], "mean_last10": mean_of_last(history, key)}
+    groups = {group: last.get(f"{VALIDATION}/{group}") for group in ("many", "medium", "few")}
+    return {f"{VALIDATION}_{name}": value for name, value in {**means, **groups}.items()}
 
 
 def write_final_outputs(trainer: Trainer, folder: Path) -> dict[str, Any] | None:
@@ -58,7 +80,7 @@ def write_final_outputs(trainer: Trainer, folder: Path) -> dict[str, Any] | None
     confidence = evaluate(
         trainer.method,
         "train",
-        trainer.loader.survey(),
+        counted(trainer.loader.survey(), len(split), "confidence in the training labels", trainer.world),
         split.given,
         split.clean_counts,
         trainer.world,
@@ -67,7 +89,8 @@ def write_final_outputs(trainer: Trainer, folder: Path) -> dict[str, Any] | None
     ).confidence
     if not trainer.last_evaluation:  # resumed after the last epoch
         trainer.evaluate_all()
-    summary = trainer.world.on_main(lambda: _write(trainer, folder, confidence))
+    with waiting("writing figures and the model", log.info if trainer.world.is_main else None):
+        summary = trainer.world.on_main(lambda: _write(trainer, folder, confidence))
     return summary if trainer.world.is_main else None
 
 
@@ -79,14 +102,16 @@ def _write(trainer: Trainer, folder: Path, confidence: dict[str, np.ndarray]) ->
     write_figures(folder, _figure_data(trainer, test, confidence))
     (folder / "manifest.json").write_bytes(split.manifest.to_bytes())
     summary, tracker = summarise(config, trainer), trainer.tracker
-    final = {f"final/{key}": summary[key] for key in ("best", "last", "mean_last10") if summary[key] is not None}
-    tracker.log(trainer.epochs_done, final)
+    tracker.log(0, best_and_last(trainer.history))  # MLflow draws bars of what has no step but 0
     for name in ("config.yaml", "manifest.json", "classes.csv", "confusion.csv", "figures"):
         tracker.artifact(folder / name)
+    tracker.artifact(folder / PER_CLASS, table=True)
     if config.tracking.log_model:
         from pipeline.inference.model import export_model
 
-        exported = export_model(trainer.method, config, split.classes, split.clean_counts.tolist(), folder / "model")
+        encoder = stored_encoder(config, trainer.features["url"], torch.device("cpu")) if trainer.features else None
+        counts = split.clean_counts.tolist()
+        exported = export_model(trainer.method, config, split.classes, counts, folder / "model", encoder)
         tracker.model(exported, config.tracking.register_as)
     _write_json(folder / "summary.json", summary)  # last: a run with a summary is finished
     tracker.artifact(folder / "summary.json")
@@ -140,12 +165,24 @@ def _embedded(trainer: Trainer) -> tuple[np.ndarray, np.ndarray]:
 def _write_classes(folder: Path, names: list[str], counts: np.ndarray, test: Evaluation) -> None:
     import csv
 
+    columns = ["class", "name", "training_samples", "test_samples", "correct", "accuracy"]
+    rows = [
+        [
+            k,
+            name,
+            int(counts[k]),
+            int(test.total[k]),
+            int(test.correct[k]),
+            round(test.correct[k] / max(test.total[k], 1), 4),
+        ]
+        for k, name in enumerate(names)
+    ]
     with open(folder / "classes.csv", "w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
-        table.writerow(["class", "name", "training_samples", "test_samples", "correct", "accuracy"])
-        for k, name in enumerate(names):
-            accuracy = test.correct[k] / max(test.total[k], 1)
-            table.writerow([k, name, int(counts[k]), int(test.total[k]), int(test.correct[k]), f"{accuracy:.4f}"])
+        table.writerow(columns)
+        table.writerows([*row[:-1], f"{row[-1]:.4f}"] for row in rows)
+    shown = {"columns": columns, "data": rows}  # the layout of mlflow.log_table
+    (folder / PER_CLASS).write_text(json.dumps(shown), encoding="utf-8")
     with open(folder / "confusion.csv", "w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
         table.writerow(["true \\ predicted", *names])

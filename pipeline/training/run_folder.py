@@ -7,23 +7,31 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config
+from pipeline.tracking.tracker import DRAW, VARIED
 from shards.base.files import output_folder
 from shards.base.redact import redact
 from shards.base.settings import to_yaml
+from shards.names import OWN_DATA, name_of_source
 
 
-def run_name(config: Config, source: str, rho: float, noise: float) -> str:
-    """`digits rho=10 noise=0.5 prototypical seed=0`"""
-    return f"{source} rho={rho:g} noise={noise:g} {config.method.name} seed={config.seed}"
+def run_name(config: Config, dataset: str, bias: str = "") -> str:
+    """`prototypical seed=0 · digits rho=10 noise=0.5`: what differs between runs comes first."""
+    tags = config.tracking.tags
+    drawn = f"draw={tags[DRAW]}" if DRAW in tags else f"seed={config.seed}"
+    words = [config.method.name, tags.get(VARIED, ""), drawn]
+    return f"{' '.join(filter(None, words))} · {dataset}{bias}"
 
 
 def default_folder(config: Config) -> str:
-    """A readable name below runs/. Finished shards give it their own name, because their bias is not in the settings."""
+    """A readable name below runs/. Finished shards and own pictures give it their own name."""
     shards = config.shards
     if shards.url:
         name = f"{Path(shards.url.rstrip('/')).name} {config.method.name} seed={config.seed}"
     else:
-        name = run_name(config, shards.source, shards.rho, shards.noise)
+        of_data = f"{shards.source} rho={shards.rho:g} noise={shards.noise:g}"
+        if shards.source in OWN_DATA:
+            of_data = name_of_source(shards.source, shards.path)
+        name = f"{of_data} {config.method.name} seed={config.seed}"
     return "runs/" + name.replace("=", "").replace(" ", "_")
 
 

@@ -9,11 +9,17 @@ from torch import Tensor
 from pipeline.engines.engine import OptimizerState
 
 
+class FeaturesState(TypedDict):
+    url: str  # where they were
+    digest: str  # of shards, backbone, weights and preprocessing
+
+
 class DataState(TypedDict):
     manifest: str  # hash
     classes: list[str]
     given_counts: list[int]  # opens the model where the shards are not
     clean_counts: NotRequired[list[int]]  # many, medium and few wherever the model is evaluated; missing in older ones
+    features: NotRequired[FeaturesState]  # of a run on stored features
 
 
 class Effort(TypedDict):

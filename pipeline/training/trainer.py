@@ -4,7 +4,7 @@
         for each epoch:
             survey -> method.begin_epoch       outputs for every training sample; update beliefs
             for each pass: for each batch:     forward, backward, step; StepSync
-            survey -> evaluate -> log          with the beliefs and the network as they are now
+            survey -> evaluate -> log          with the beliefs and the network as they are now; every N epochs
             checkpoint
 
 The state of the loop is a Position. A stopped run resumes there.
@@ -35,28 +35,31 @@ from pipeline.methods.base import Method, Stage
 from pipeline.methods.parts.survey import Survey, take_survey
 from pipeline.models.precision import autocast_for
 from pipeline.process.log import Clock, log
+from pipeline.process.stop_request import StopRequest
 from pipeline.tracking import system_metrics
+from pipeline.tracking.final_metrics import chosen_on, with_front
 from pipeline.tracking.tracker import NullTracker
+from pipeline.training.kept_backbone import write_backbone
 from pipeline.training.lr_schedule import lr_at
-from pipeline.training.state import TrainingState
+from pipeline.training.progress_lines import STEPS, bad_gradient, counted, epoch_line, fitting, show_loss, step_bar
+from pipeline.training.state import DataState, FeaturesState, TrainingState
 from shards.base.errors import UserError
-from shards.base.progress import Progress
 from shards.base.redact import redact_all
 from shards.bias import class_groups
 from shards.reader import Split
 
-STEPS = "steps"  # among the summed losses: how many steps were summed
 OnBatch = Callable[[Position, Batch], None]
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The splits of a run and a loader for each."""
+    """The splits of a run and a loader for each; where stored features are, if the run uses such."""
 
     train: Split
     tests: dict[str, Split]
     loader: Loader
     test_loaders: dict[str, Loader]
+    features: FeaturesState | None = None
 
 
 class Trainer:
@@ -75,10 +78,11 @@ class Trainer:
     ) -> None:
         """`resume`: checkpoint to resume from."""
         self.config, self.world, self.method, self.engine = config, world, method, engine
-        self.train_split, self.tests = data.train, data.tests
+        self.train_split, self.tests, self.features = data.train, data.tests, data.features
         self.loader, self.test_loaders = data.loader, data.test_loaders
         self.checkpoints, self.tracker, self.on_batch = checkpoints, tracker, on_batch
         self.step_sync = StepSync(world, stop_source)
+        method.stoppable_world = self.step_sync.stoppable_world()
         self.autocast = autocast_for(config.train.precision, world.device)
         self.position = Position()
         self.history: list[dict[str, float]] = []  # metrics of every finished epoch
@@ -113,21 +117,28 @@ class Trainer:
         stages = self.method.stages()
         while self.position.stage < len(stages):
             stage = stages[self.position.stage]
+            self.method.set_epoch(self.position.stage, self.position.epoch)  # the engine asks what is frozen
             self.engine.begin_stage(stage, resuming=self.position.epoch > 0 or self.position.epoch_started)
             while self.position.epoch < (stage.epochs or min(stage.steps, 1)):
                 yield from self._epoch(stage)
+            if stage.self_supervised:
+                self._keep_backbone()
             self.position = Position(self.position.stage + 1, global_step=self.position.global_step)
 
     def _epoch(self, stage: Stage) -> Iterator[dict[str, Tensor]]:
         self.method.set_epoch(self.position.stage, self.position.epoch)
         if not self.position.epoch_started:
             self._start_epoch()
-        lr = lr_at(stage.optim or self.config.optim, self.position.epoch, stage.epochs, stage.constant_lr)
+        if isinstance(self.step_sync.stop_source, StopRequest):
+            self.step_sync.stop_source.at_once = False  # from here on there is something to save
         passes = self.method.passes()
         while self.position.pass_index < len(passes):
-            yield from self._run_pass(passes[self.position.pass_index], stage, lr)
+            yield from self._run_pass(passes[self.position.pass_index], stage)
             self.position.pass_index, self.position.step = self.position.pass_index + 1, 0
-        best = self._evaluate(lr) if stage.epochs and stage.evaluated else False
+        last = max([1, *(self.loader.steps(pass_) for pass_ in passes[-1:])])  # a method may need no pass
+        best = self._evaluate(self._lr(stage, last - 1, last)) if stage.epochs and stage.evaluated else False
+        if stage.self_supervised:
+            self._log_losses(stage)
         self.position = Position(self.position.stage, self.position.epoch + 1, global_step=self.position.global_step)
         every = self.config.checkpoint.every_epochs
         if stage.epochs and ((every and self.position.epoch % every == 0) or best):
@@ -139,14 +150,20 @@ class Trainer:
         if self.method.surveys_before_epoch():
             survey = self.next_survey or self._survey()
         self.next_survey = None
-        self.method.begin_epoch(survey)
+        with fitting(self.config.method.name, self.world):
+            self.method.begin_epoch(survey)
         self.loss_sums, self.epoch_metrics, self.position.epoch_started = {}, {}, True
         beliefs = self.method.beliefs
         if self.world.is_main:
             split = self.train_split
             self.epoch_metrics = cleaning_metrics(beliefs, split.given, split.true, class_groups(split.clean_counts))
 
-    def _run_pass(self, pass_: Pass, stage: Stage, lr: float) -> Iterator[dict[str, Tensor]]:
+    def _lr(self, stage: Stage, step: int, steps: int) -> float:
+        """Of a step of a pass. Every pass goes through the epoch's part of the schedule: passes train networks of their own."""
+        optim = stage.optim or self.config.optim
+        return lr_at(optim, self.position.epoch, stage.epochs, stage.constant_lr, step, steps)
+
+    def _run_pass(self, pass_: Pass, stage: Stage) -> Iterator[dict[str, Tensor]]:
         """One pass over the samples, from `position.step` on."""
         if stage.steps:  # a stage measured in steps: at most one pass
             pass_ = replace(pass_, order=pass_.order[: stage.steps * (pass_.batch or self.config.data.batch)])
@@ -158,11 +175,11 @@ class Trainer:
         waited = self.loader.wait_seconds
         timer.start()
         batches = self.loader.batches(pass_, order_key, self.position.step)
-        bar = Progress(steps, "steps", None, self.world.is_main, title, self.position.step)
-        for batch in bar.over(batches, lambda batch: batch.last):
+        bar = step_bar(steps, self.position.step, title, self.world)
+        for batch in bar.over(batches, lambda batch: int(batch.last)):
             if self.on_batch:
                 self.on_batch(self.position, batch)
-            losses = self.engine.step(batch, lr)
+            losses = self.engine.step(batch, self._lr(stage, self.position.step, steps))
             self._accumulate_losses(losses, batch)
             if not batch.last:
                 continue
@@ -173,30 +190,54 @@ class Trainer:
             save = self.step_sync.sync(timer.work_seconds, self._save_due())
             timer.start()
             self._check_gradients(batch, title, steps)
+            if self.world.is_main and (self.position.global_step % self.config.train.log_every == 0):
+                show_loss(bar, self.loss_sums)
             if save and self.position.step < steps:
                 self._save()
             yield losses
 
+    def _log_losses(self, stage: Stage) -> None:
+        """Log the losses of an epoch that is not evaluated, by its number in the stage."""
+        self._reduce_losses()
+        losses = {key: value for key, value in self.epoch_metrics.items() if key.startswith("loss/")}
+        total = losses.pop("loss/total")
+        self.tracker.log(self.position.epoch + 1, losses)
+        log.info("%s, epoch %d of %d: loss %.3f", stage.name, self.position.epoch + 1, stage.epochs, total)
+        self._warn_undecodable()
+
+    def _keep_backbone(self) -> None:
+        """All networks begin with the backbone that has learned; its file is for other runs. A restart may do it again."""
+        self.engine.close()  # weights are whole
+        backbone, config = self.method.share_backbone(), self.config
+        if config.output:
+            self.world.on_main(lambda: write_backbone(backbone, config, self.train_split.manifest.hash))
+
     def _evaluate(self, lr: float) -> bool:
-        """Evaluate and log the epoch; returns whether it is the best so far."""
+        """End the epoch: evaluate if this epoch's turn has come, and log; returns whether it is the best so far."""
         if self.method.surveys_after_epoch():
             self.next_survey = self._survey()
         self.method.end_epoch(self.next_survey)
-        for result in self.evaluate_all().values():
-            self.epoch_metrics |= result.metrics
+        epochs = sum(stage.epochs for stage in self.method.stages() if stage.evaluated)
+        number = self.epochs_done + 1
+        evaluated = number == epochs or number % self.config.train.evaluate_every == 0
+        if evaluated:
+            for result in self.evaluate_all().values():
+                self.epoch_metrics |= result.metrics
         self._reduce_losses()
         self.epoch_metrics |= {
             "train/lr": lr,
             "train/epoch": float(self.position.epoch),
             "time/seconds": self.clock.seconds,
         }
-        self.epoch_metrics["time/images_per_second"] = self.images / max(self.train_seconds, 1e-9)
-        self.epoch_metrics["time/step"] = self.train_seconds / max(self.position.global_step, 1)
-        self.epoch_metrics["time/data_wait"] = self.wait_seconds / max(self.train_seconds, 1e-9)
-        best = all(self.epoch_metrics["test/top1"] > past["test/top1"] for past in self.history)
+        if self.images:  # a method may need no step
+            self.epoch_metrics["time/images_per_second"] = self.images / max(self.train_seconds, 1e-9)
+            self.epoch_metrics["time/step"] = self.train_seconds / max(self.position.global_step, 1)
+            self.epoch_metrics["time/data_wait"] = self.wait_seconds / max(self.train_seconds, 1e-9)
+        key = f"{chosen_on(self.epoch_metrics)}/top1"
+        best = evaluated and all(self.epoch_metrics[key] > past[key] for past in self.history if key in past)
         self.history.append(dict(self.epoch_metrics))
-        self.tracker.log(self.epochs_done, self.epoch_metrics | self._node_metrics())
-        log.info("epoch %d  %s", self.epochs_done, _epoch_line(self.epoch_metrics))
+        self.tracker.log(self.epochs_done, with_front(self.epoch_metrics) | self._node_metrics())
+        log.info(epoch_line(self.epoch_metrics, self.epochs_done, epochs))
         self._warn_undecodable()
         slow = self.step_sync.slowest_rank()
         if slow and self.world.is_main:
@@ -231,7 +272,7 @@ class Trainer:
         """Every test split, with true labels where they are known."""
         for name, split in self.tests.items():
             labels = split.true if (split.true >= 0).any() else split.given
-            batches = self.test_loaders[name].survey()
+            batches = counted(self.test_loaders[name].survey(), len(split), f"evaluation, {name}", self.world)
             counts = self.train_split.clean_counts
             self.last_evaluation[name] = evaluate(
                 self.method,
@@ -259,7 +300,9 @@ class Trainer:
         def dummy(images: Tensor) -> dict[str, Tensor]:
             return outputs(torch.zeros(len(images), dtype=torch.long, device=images.device), images)
 
-        return take_survey(outputs, self._keep_pace(self.loader.survey(), dummy), len(self.train_split), self.world)
+        total = len(self.train_split)
+        batches = counted(self.loader.survey(), total, "survey of the training set", self.world)
+        return take_survey(outputs, self._keep_pace(batches, dummy), total, self.world)
 
     def _keep_pace(
         self, batches: Iterable[tuple[Tensor, Tensor]], forward: Callable[[Tensor], object]
@@ -311,11 +354,8 @@ class Trainer:
         if bad > self.config.train.max_bad_steps:
             parts = self.world.all_gather_object(batch.index[batch.valid > 0].tolist())
             samples = [index for part in parts for index in part]
-            raise UserError(
-                f"The gradient was not finite for {bad} steps in a row, up to step {self.position.global_step} ({title}). Its samples: "
-                f"{', '.join(map(str, samples[:16]))}{', ...' if len(samples) > 16 else ''}. Lower optim.lr, set optim.clip, or "
-                f"use train.precision=fp32. The last good checkpoint is {self.checkpoints.newest or 'none yet'}."
-            )
+            where = f"step {self.position.global_step} ({title})"
+            raise UserError(bad_gradient(bad, where, samples, self.checkpoints.newest))
         if bad and self.world.is_main:
             log.warning("step %d: %d steps with a non-finite gradient were skipped.", self.position.global_step, bad)
 
@@ -343,12 +383,7 @@ class Trainer:
         """Everything a checkpoint holds. Called by all ranks together."""
         return {
             "config": redact_all(self.config.model_dump(mode="json")),
-            "data": {
-                "manifest": self.train_split.manifest.hash,
-                "classes": list(self.train_split.classes),
-                "given_counts": self.train_split.info.given_counts,  # opens the model where the shards are not
-                "clean_counts": self.train_split.info.clean_counts,  # many, medium and few wherever it is evaluated
-            },
+            "data": self._data_state(),
             "position": asdict(self.position),
             "method": self._whole_tables(self.engine.model_state_dict()),
             "engine": self.engine.optimizer_state_dict(),
@@ -363,6 +398,15 @@ class Trainer:
                 "wait_seconds": self.wait_seconds,
             },
         }
+
+    def _data_state(self) -> DataState:
+        state: DataState = {
+            "manifest": self.train_split.manifest.hash,
+            "classes": list(self.train_split.classes),
+            "given_counts": self.train_split.info.given_counts,  # opens the model where the shards are not
+            "clean_counts": self.train_split.info.clean_counts,  # many, medium and few wherever it is evaluated
+        }
+        return {**state, "features": self.features} if self.features else state
 
     def _whole_tables(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Tables of the method (Method.register_table) whole on rank 0, which writes them; own rows on the others."""
@@ -379,14 +423,3 @@ class Trainer:
         self.clock = Clock(effort["seconds"])
         self.images, self.train_seconds = effort["images"], effort["train_seconds"]
         self.wait_seconds = effort.get("wait_seconds", 0.0)  # missing in older checkpoints
-
-
-def _epoch_line(metrics: dict[str, float]) -> str:
-    names = {
-        "test/top1": "top1 %.2f",
-        "clean/f1": "clean-F1 %.3f",
-        "clean/threshold": "threshold %.3f",
-        "loss/total": "loss %.3f",
-    }
-    shown = [text % metrics[key] for key, text in names.items() if key in metrics]
-    return "  ".join([*shown, f"{metrics.get('time/images_per_second', 0):.0f} img/s"])

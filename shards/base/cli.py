@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +18,7 @@ from typing import Any, Generic, Literal, NamedTuple, NoReturn, get_args, get_or
 
 from pydantic.fields import FieldInfo
 
+from shards.base import interrupt
 from shards.base.errors import EXIT_USER_ERROR, UserError
 from shards.base.redact import redact
 from shards.base.settings import (
@@ -70,8 +70,11 @@ class Setting(NamedTuple):
         """The values it may have, if they are few."""
         if self.annotation is bool:
             return ["true", "false"]
-        if get_origin(self.annotation) is Literal:
-            return [str(value) for value in get_args(self.annotation)]
+        annotation = self.annotation
+        if get_origin(annotation) is list:
+            annotation = get_args(annotation)[0]
+        if get_origin(annotation) is Literal:
+            return [str(value) for value in get_args(annotation)]
         return []
 
 
@@ -115,6 +118,10 @@ class Command(Generic[S]):
                 after = self.passes_on[:1].upper() + self.passes_on[1:]
                 raise UserError(f"{error}\n{after} stand after a `--`.") from None
             raise
+
+    def trees(self, argv: list[str]) -> tuple[Tree, Tree]:
+        """(settings of the files, settings of the command line), not checked yet."""
+        return self._parse(argv)[:2]
 
     def _parse(self, argv: list[str]) -> tuple[Tree, Tree, bool]:
         """(settings of the files, settings of the command line, print only?)"""
@@ -299,6 +306,6 @@ def run(main: Callable[[list[str]], int | None]) -> NoReturn:
     except BrokenPipeError:
         raise SystemExit(0) from None
     except KeyboardInterrupt:
-        print("stopped. The same command may be given again.", file=sys.stderr)
-        raise SystemExit(128 + signal.SIGINT) from None
+        print(interrupt.SENTENCE, file=sys.stderr)
+        raise SystemExit(interrupt.EXIT_CODE) from None
     raise SystemExit(code or 0)

@@ -6,6 +6,7 @@ Every command reads its settings here; `cli.py` is the command line around it. N
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator
 from enum import Enum
 from functools import cache
@@ -222,7 +223,7 @@ def _sentence(schema: type[Settings], item: Any) -> str:
         allowed = item["ctx"].get("expected_tags") or item["ctx"].get("expected")
         names = [word.strip("' ") for word in str(allowed).replace(" or ", ", ").split(",")]
         wrong = item["ctx"].get("tag") or value
-        name = f"{name}.name" if kind == "union_tag_invalid" else name
+        name = f"{name}.name" if kind == "union_tag_invalid" else re.sub(r"\.\d+$", "", name)  # an entry of a list
         near = difflib.get_close_matches(str(wrong), names, 1, 0.4)
         hint = f" Did you mean '{near[0]}'?" if near else ""
         return f"{name}: '{redact(str(wrong))}' is not one of {', '.join(names)}.{hint}"
@@ -243,7 +244,8 @@ def _sentence(schema: type[Settings], item: Any) -> str:
 
 
 def _public_name(schema: type[Settings], place: list[str]) -> str:
-    """Drop the tag pydantic puts behind a discriminated union (`method.prototypical.x` -> `method.x`)."""
+    """Drop the tags pydantic puts behind unions (`method.prototypical.x` -> `method.x`, `model.freeze.bool` -> `model.freeze`)."""
+    place = [part for part in place if part not in ("bool", "constrained-int", "constrained-float")]
     out: list[str] = []
     model: Any = schema
     skip = False

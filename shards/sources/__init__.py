@@ -63,6 +63,7 @@ _MODULES = {
     "digits": "digits",
     "cifar10": "cifar",
     "cifar100": "cifar",
+    "fashion_mnist": "fashion_mnist",
     "webvision": "webvision",
     "folder": "folder",
     "list": "listing",
@@ -71,6 +72,8 @@ _MODULES = {
 
 def collect(config: BuildConfig, log: Log) -> Collection:
     """The pictures of the configured source, after the checks common to all sources."""
+    from shards.sources.validation import with_validation
+
     collection: Collection = import_module(f"shards.sources.{_MODULES[config.source]}").collect(config, log)
     classes = len(collection.classes)
     if classes < 2:
@@ -90,4 +93,4 @@ def collect(config: BuildConfig, log: Log) -> Collection:
                 f"No picture of {config.path or config.source} is for the split '{split}'. Add some; to hold out a "
                 "part, a class with two pictures is needed."
             )
-    return collection
+    return with_validation(collection, config)

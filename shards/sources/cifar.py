@@ -157,7 +157,7 @@ def _labels(batch: Batch, name: str, file: str, root: Path) -> NDArray[np.int32]
 
 def _pictures(batch: Batch, file: str, root: Path) -> Pictures:
     data = batch.get("data")
-    if not isinstance(data, np.ndarray) or data.ndim != 2 or data.shape[1] != 3072:
+    if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != 3072:
         raise UserError(f"{root}: {file} holds no 32x32 pictures. Fetch CIFAR again.")
     return np.ascontiguousarray(data.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
 

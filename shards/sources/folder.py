@@ -16,7 +16,7 @@ from shards.config import BuildConfig
 from shards.sources import Collection, SourceTable
 from shards.sources.files import FileReader, entries_of, is_folder, is_text, printable, refuse_shared, walk
 
-_SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test"}
+SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test"}
 
 
 def class_folders(root: Path) -> list[str]:
@@ -65,7 +65,7 @@ def collect(config: BuildConfig, log: Log) -> Collection:
     classes = [
         name for name in class_folders(root) if os.path.realpath(root / name) != own
     ]  # the output of this build may be among the pictures
-    if len(classes) > 1 and set(classes) <= _SPLIT_NAMES:
+    if len(classes) > 1 and set(classes) <= SPLIT_NAMES:
         first = next((name for name in classes if name.startswith("train")), classes[0])
         other = next(name for name in classes if name != first)
         raise UserError(

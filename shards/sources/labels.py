@@ -101,15 +101,26 @@ def with_labels(collection: Collection, config: BuildConfig) -> Collection:
     """The collection with the given training labels replaced by a published list (CIFAR-N style)."""
     if not config.labels:
         return collection
-    column = read_table(config.labels, [config.label_column])[config.label_column].combine_chunks()
     train = collection.splits["train"]
-    if len(column) != len(train):
+    if Path(config.labels).suffix == ".pt":
+        from shards.sources.cifar_n import read_cifar_n
+
+        given = read_cifar_n(config.labels, config.label_column, train.true, len(collection.classes))
+    else:
+        given = _from_table(config, collection)
+    return replace(collection, splits=collection.splits | {"train": replace(train, given=given)})
+
+
+def _from_table(config: BuildConfig, collection: Collection) -> NDArray[np.int32]:
+    column = read_table(config.labels, [config.label_column])[config.label_column].combine_chunks()
+    pictures = len(collection.splits["train"])
+    if len(column) != pictures:
         raise UserError(
-            f"{config.labels} has {len(column)} labels, {collection.name} has {len(train)} training pictures. "
+            f"{config.labels} has {len(column)} labels, {collection.name} has {pictures} training pictures. "
             "One row for each, in the original order, is needed."
         )
     given = to_numbers(column, collection.classes, config.labels)
     if (given < 0).any():
         row = int(np.flatnonzero(given < 0)[0]) + 1
         raise UserError(f"{config.labels}, row {row}: the label is empty. Fill it.")
-    return replace(collection, splits=collection.splits | {"train": replace(train, given=given)})
+    return given

@@ -53,6 +53,10 @@ def collect(config: BuildConfig, log: Log) -> Collection:
     rejected: list[tuple[str, str, str]] = []
     for name, part in splits.items():
         splits[name], missing = drop_missing(part, roots[name], name)
+        if 2 * len(missing) > len(part):
+            _refuse_root(
+                config.validation_path if name == "test" and extra else config.path, roots[name], missing, len(part)
+            )
         rejected += missing
     return Collection("list", classes, splits, FileReader(roots, int(config.max_picture_mb * 1e6)), rejected)
 
@@ -77,6 +81,19 @@ def _root(path: str, config: BuildConfig) -> str:
     return root
 
 
+def _refuse_root(where: str, root: str, missing: list[tuple[str, str, str]], total: int) -> None:
+    """UserError: most files of a list are missing, so its paths start elsewhere."""
+    first = missing[0][1]
+    parent, here = Path(root).absolute(), Path(where).absolute().parent
+    tried = [here, *here.parents[:2], parent, *parent.parents[:2]]
+    found = next((str(folder) for folder in tried if (folder / first).is_file()), None)
+    advice = f"Set root={found}" if found else "Set root to the folder that the paths of the list start from"
+    raise UserError(
+        f"{len(missing)} of {total} files of {where} are missing: the root is probably wrong. Tried, for example: "
+        f"{Path(root) / first}. {advice}."
+    )
+
+
 def _classes(tables: list[pa.Table], config: BuildConfig) -> list[str]:
     """Every label in use; numbers in numerical order, names in alphabetical order."""
     labels: set[str] = set()
@@ -90,7 +107,7 @@ def _classes(tables: list[pa.Table], config: BuildConfig) -> list[str]:
 
 
 def _rows(table: pa.Table, classes: list[str], where: str, config: BuildConfig) -> SourceTable:
-    keys = _keys(table[config.path_column].combine_chunks(), where)
+    keys = _keys(_below(table[config.path_column].combine_chunks(), _root(where, config)), where)
     given = to_numbers(table[config.label_column].combine_chunks(), classes, where)
     if (given < 0).any():
         row = int(np.flatnonzero(given < 0)[0]) + 1
@@ -101,13 +118,28 @@ def _rows(table: pa.Table, classes: list[str], where: str, config: BuildConfig) 
     return SourceTable(keys, given, true)
 
 
+def _below(paths: pa.Array, root: str) -> pa.Array:
+    """Absolute paths below the root, as relative ones. Others stay as they are."""
+    absolute = pa.compute.starts_with(paths, "/")
+    if first_true(absolute) is None:
+        return paths
+    tops = {os.path.abspath(root), os.path.realpath(root)}
+
+    def relative(path: str) -> str:
+        plain = posixpath.normpath(path)
+        return next((plain[len(top) :].lstrip("/") for top in tops if plain.startswith(top.rstrip("/") + "/")), path)
+
+    short: list[Any] = [relative(path) for path in paths.filter(absolute).to_pylist()]
+    return pa.compute.replace_with_mask(paths, absolute, pa.array(short, pa.string()))
+
+
 def _keys(paths: pa.Array, where: str) -> pa.Array:
     """The paths in their plain form, each below the root and each once."""
     bad = first_true(pa.compute.match_substring_regex(paths, _OUTSIDE))
     if bad is not None:
         raise UserError(
             f"{where}, row {bad + 1}: the path '{paths[bad]}' is not below the root folder. "
-            "Paths must be relative, without '..'."
+            "Paths must be relative, without '..', or absolute and below it."
         )
     odd = pa.compute.match_substring_regex(paths, _NOT_PLAIN)
     plain: list[Any] = [posixpath.normpath(path) for path in paths.filter(odd).to_pylist()]

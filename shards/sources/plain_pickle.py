@@ -15,11 +15,11 @@ Batch = dict[str, Any]
 
 
 class NotPlainData(Exception):
-    """The file holds something else than numbers, texts and arrays of bytes."""
+    """The file holds something else than numbers, texts and arrays of bytes or whole numbers."""
 
 
 def read_batch(data: bytes) -> Batch:
-    """The dictionary in a batch file; arrays of bytes become NumPy arrays, byte strings become text."""
+    """The dictionary in a batch file; arrays become NumPy arrays, byte strings become text."""
     try:
         _check_sizes(data)
         tree = _Unpickler(data).load()
@@ -63,24 +63,28 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Dtype:
-    def __init__(self, name: str | bytes, *_: object) -> None:
-        self.is_byte = name in ("u1", "|u1", "uint8", b"u1", b"|u1", b"uint8")
+    """Of bytes, or of 64-bit integers as noisy labels are published."""
 
-    def __setstate__(self, state: object) -> None:
-        pass
+    def __init__(self, name: str | bytes, *_: object) -> None:
+        text = name.decode("ascii", "replace") if isinstance(name, bytes) else name
+        self.kind = {"u1": "u1", "|u1": "u1", "uint8": "u1", "i8": "<i8", "<i8": "<i8", "int64": "<i8"}.get(text)
+
+    def __setstate__(self, state: tuple[object, ...]) -> None:
+        if self.kind == "<i8" and state[1] not in ("<", b"<"):
+            self.kind = None  # numbers of another machine's byte order
 
 
 class _Array:
-    value: NDArray[np.uint8] | None = None
+    value: NDArray[np.uint8] | NDArray[np.int64] | None = None
 
     def __init__(self, *_: object) -> None:
         pass
 
     def __setstate__(self, state: tuple[object, tuple[int, ...], _Dtype, bool, bytes]) -> None:
         _, shape, dtype, fortran, content = state
-        if fortran or not isinstance(dtype, _Dtype) or not dtype.is_byte:
-            raise NotPlainData("it holds an array of something else than bytes")
-        self.value = np.frombuffer(content, np.uint8).reshape(shape)
+        if fortran or not isinstance(dtype, _Dtype) or dtype.kind is None:
+            raise NotPlainData("it holds an array of something else than bytes or whole numbers")
+        self.value = np.frombuffer(content, dtype.kind).reshape(shape)
 
 
 def _plain(value: Any) -> Any:

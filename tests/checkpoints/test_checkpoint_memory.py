@@ -14,6 +14,7 @@ from ranks import on_ranks
 from pipeline.checkpoints import checkpointer
 from pipeline.checkpoints.checkpointer import Checkpointer
 from pipeline.distributed.world import World
+from pipeline.process.torch_settings import keep_freed_memory
 
 TABLE, WEIGHT, WIDTH = 96, 32, MB // 4  # rows of one MB
 
@@ -54,7 +55,18 @@ def resume(world: World, folder: str, whole: bool) -> float:
 
 def test_one_rank_holds_a_checkpoint_once(tmp_path: Path) -> None:
     write(tmp_path)
-    assert 128 - 2 < on_ranks(1, resume, str(tmp_path), True)[0] < 128 * 1.3
+    assert 128 - 2 < on_ranks(1, resume, str(tmp_path), True)[0] < 128 * 1.5
+
+
+def test_it_does_so_between_pieces_of_freed_memory(tmp_path: Path) -> None:
+    """A buffer that grows in a gap which is too small for it (after the tensors of `resume`) would be copied, and exist twice."""
+    write(tmp_path)
+    keep_freed_memory()
+    blocks = [torch.ones(4 * MB // 4) for _ in range(64)]
+    last = torch.ones(4 * MB // 4)
+    blocks.clear()
+    assert on_ranks(1, resume, str(tmp_path), True)[0] < 128 * 1.5
+    del last
 
 
 @pytest.mark.dist
@@ -63,7 +75,7 @@ def test_the_other_ranks_hold_only_the_rows_they_ask_for(tmp_path: Path, ranks: 
     monkeypatch.setattr(checkpointer, "BROADCAST_BYTES", 3 * MB)  # pieces that do not end with a rank's rows
     write(tmp_path)
     first, *others = on_ranks(ranks, resume, str(tmp_path), False)
-    assert first < 128 * 1.3
+    assert first < 128 * 1.5
     for growth in others:
         assert WEIGHT + TABLE / ranks - 2 < growth < WEIGHT + TABLE / ranks + 24, growth
 

@@ -12,10 +12,10 @@ from PIL import Image
 
 from pipeline.config import DataConfig
 from pipeline.data.crops import DRAWS, Views, center_crop, random_resized_crop_box, resize
-from pipeline.data.decode import DecodeError, decode
 from pipeline.data.keyed_random import uniform
 from shards.base.errors import UserError
 from shards.config import BuildConfig
+from shards.decode import DecodeError, decode
 from shards.picture import Rules, check_and_convert
 from shards.sources import Rejected
 
@@ -154,11 +154,26 @@ def test_a_large_jpeg_may_be_decoded_smaller_but_not_below_the_wanted_side():
     assert near(decode(large, min_side=100)[0], photograph(100, 150), 4)
 
 
-def test_resizing_agrees_with_pillow_to_one_level():
-    noise = np.random.default_rng(0).integers(0, 256, (90, 70, 3), dtype=np.uint8)
+@pytest.mark.parametrize("how", ["bilinear", "bicubic"])
+def test_resizing_agrees_with_pillow_to_one_level_or_two(how):
+    # Bicubic overshoots; what is cut off at black and white between the two directions differs by a few levels.
+    low, high, levels = (0, 256, 1) if how == "bilinear" else (64, 192, 2)
+    noise = np.random.default_rng(0).integers(low, high, (90, 70, 3), dtype=np.uint8)
     for height, width in ((32, 32), (16, 100), (200, 150), (89, 71)):
-        expected = np.asarray(Image.fromarray(noise).resize((width, height), Image.Resampling.BILINEAR)).astype(int)
-        assert np.abs(resize(noise, height, width) - expected).max() <= 1
+        expected = np.asarray(Image.fromarray(noise).resize((width, height), Image.Resampling[how.upper()])).astype(int)
+        assert np.abs(resize(noise, height, width, how) - expected).max() <= levels
+
+
+@pytest.mark.parametrize("view", ["weak", "test"])
+@pytest.mark.parametrize("crop", ["pad", "resized"])
+def test_views_are_resized_as_set(view, crop):
+    picture = np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)
+    options = {"size": 16, "padding": 0, "crop": crop, "area": (1.0, 1.0)}
+    cubic, linear = (cut(DataConfig(**options, interpolation=how), view, picture) for how in ("bicubic", "bilinear"))
+    assert (cut(DataConfig(**options), view, picture) == linear).all()
+    assert cubic.astype(float).std() > linear.astype(float).std() + 1  # bicubic is sharper
+    if view == "test":
+        assert (cubic == resize(picture, 16, 16, "bicubic")).all()
 
 
 def cut(config: DataConfig, name: str, picture: np.ndarray, index: int = 0) -> np.ndarray:
@@ -205,6 +220,8 @@ def test_half_of_the_pictures_are_mirrored_and_only_when_asked():
 def test_small_pictures_are_enlarged_to_the_size_of_the_network():
     picture = photograph(8, 8)
     assert (cut(DataConfig(size=16, padding=0), "weak", picture) == resize(picture, 16, 16)).all()
+    for view in ("weak", "test"):
+        assert cut(DataConfig(size=224, resize=256, crop="resized"), view, photograph(5, 9)).shape == (224, 224, 3)
 
 
 def test_random_resized_crops_follow_torchvisions_law():

@@ -161,7 +161,7 @@ def test_every_thread_chooses_the_device_of_its_rank(kind, photographs, loaders,
     monkeypatch.setattr(loader, "world", World(1, 2, 3, device))
     use_device(device)
     micros = survey_batches(slice(0, len(photographs)), 8)
-    filled = list(loader._fill(micros, ("test",), 0, lambda samples: None))
+    filled = list(loader._fill(micros, (("test",), ("test",)), 0, lambda samples: None))
     assert len(filled) == -(-len(photographs) // 8)
     assert worked.keys() >= ({"_crop_views", "_draw_random"} if kind == "tar" else {"__init__", "run_pipeline"})
     assert all(devices == {device} for devices in worked.values()), worked

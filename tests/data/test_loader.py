@@ -16,10 +16,10 @@ from pipeline.config import DataConfig
 from pipeline.data import sampling
 from pipeline.data.batch import Batch, Pass
 from pipeline.data.crops import center_crop
-from pipeline.data.decode import decode
 from pipeline.data.loader import Loader
 from pipeline.distributed.world import World
 from shards.base.errors import UserError
+from shards.decode import decode
 from shards.reader import open_split
 
 N, SIZE = 37, 8
@@ -181,6 +181,17 @@ def test_the_stream_beside_goes_round_with_fresh_views(split):
     for step, whole in enumerate(batches):
         together = torch.cat([r[step].second.index[r[step].second.valid.bool()] for r in both])
         assert torch.equal(together, whole.second.index)
+
+
+def test_the_stream_beside_can_have_views_of_its_own(split):
+    pass_ = Pass(np.arange(24), ("weak", "strong"), second=np.array([30, 31, 32]), batch=6)
+    same_views = collect(split, pass_)
+    other = collect(split, replace(pass_, second_views=("strong", "strong2")))
+    for a, b in zip(same_views, other, strict=True):
+        assert same(a, b)
+        assert list(b.second.views) == ["strong", "strong2"]
+        assert torch.equal(a.second.views["strong"], b.second.views["strong"])
+        assert torch.equal(a.second.index, b.second.index)
 
 
 def test_a_batch_says_which_network_learns_and_nothing_else_changes(split):

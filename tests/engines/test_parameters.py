@@ -20,6 +20,7 @@ AVERAGED = {
     "cross_entropy": "average.",
     "dividemix": "average.",
     "sfa": "balanced_average.",
+    "dasc": "projectors_average.",
     "mopro": "key_average.",
     "elr_plus": "average.",
 }

@@ -30,13 +30,14 @@ from torch import Tensor, nn
 from torch.distributed import HashStore
 from torch.nn import functional as F
 
-from launch import sweep
+from launch import sweep_results
 from pipeline.checkpoints.checkpointer import Checkpointer
 from pipeline.data.batch import Batch, Pass
+from pipeline.data.feature_loader import FeatureLoader
 from pipeline.data.loader import Loader
 from pipeline.distributed.world import World, init_distributed
 from pipeline.methods.cross_entropy import CrossEntropy
-from pipeline.training.estimate import check_memory
+from pipeline.training.memory_check import check_memory
 from shards.base.errors import UserError
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -230,7 +231,7 @@ def collectives_of_host_and_device_are_counted_apart() -> None:
 
 @cache
 def rows_with(fault: type[CrossEntropy]) -> dict[str, Any]:
-    with mock.patch("pipeline.training.build.load_method", return_value=fault):
+    with mock.patch("pipeline.training.build.method_class", return_value=fault):
         return measure.budget(measure.windows_of("cross_entropy", "one rank, bf16"))
 
 
@@ -324,6 +325,18 @@ def a_run_on_the_device_has_the_losses_of_a_run_on_the_cpu() -> None:
 
 
 @case
+def a_self_supervised_start_does_not_wait() -> None:
+    for world, samples, words in measure.SETUPS.values():
+        config = measure.tiny_config("dividemix", *words, "model.start=simclr", "model.start_part=1")
+        with FakeCuda() as device, fake_ranks(world.rank, world.size) if world.size > 1 else nullcontext():
+            measure._train(config, world, samples)
+        rows = measure.budget(device.windows)
+        steps = {name: row["syncs"] for name, row in rows.items() if name.startswith("step in self-supervised start")}
+        assert steps
+        assert not any(steps.values()), steps
+
+
+@case
 def half_precision_with_a_loss_scaler_does_not_wait() -> None:
     config = measure.tiny_config("cross_entropy", "data.batch=16", "train.precision=fp16", "optim.accumulate=2")
     with FakeCuda() as device:
@@ -332,6 +345,21 @@ def half_precision_with_a_loss_scaler_does_not_wait() -> None:
         scale = trainer.engine.optimizer_state_dict()["scaler"]["scale"]
     assert scale == 2.0**16  # never halved: every step was taken
     assert waits(measure.budget(device.windows), "step") == 0
+
+
+@case
+def fine_tuning_on_the_device_does_not_wait_and_has_the_losses_of_the_cpu() -> None:
+    words = ("optim.name=adamw", "optim.lr=0.001", "optim.decay_norms=false", "optim.layer_decay=0.7",
+             "optim.schedule_by=step", "model.freeze=1")  # fmt: skip
+    on_cpu = losses_of("cross_entropy", World(), *words)
+    with FakeCuda() as device:
+        config = measure.tiny_config("cross_entropy", "data.batch=16", *words)
+        steps = measure.trainer_of(config, measure.FakeWorld(), 48).steps()
+        on_device = [{name: value.detach() for name, value in losses.items()} for losses in steps]
+        assert waits(measure.budget(device.windows), "step") == 0
+        found = [{name: float(value) for name, value in losses.items()} for losses in on_device]
+    for one, other in zip(on_cpu, found, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
 
 
 @case
@@ -362,6 +390,37 @@ def batches_reach_the_device_from_pinned_buffers_that_are_reused() -> None:
     assert log.count("wait") == 8 - len(pixels)
     on_host = [batch.views["weak"] for batch in Loader(split, config, 0, World()).batches(Pass(np.arange(64)), 0)]
     assert all(torch.equal(one, other) for one, other in zip(found, on_host))
+
+
+class Features:
+    """Stored features in memory: a test view, a weak and a strong one."""
+
+    width, bad, shard_sizes = 5, {3: "broken"}, (64,)
+    views = {"test": 0, "weak0": 1, "strong0": 2}  # noqa: RUF012
+    numbers = np.random.default_rng(0).normal(size=(3, 64, 5)).astype(np.float16)
+
+    def count(self, kind: str) -> int:
+        return 1
+
+    def read(self, view: np.ndarray, index: np.ndarray, out: np.ndarray) -> None:
+        out[:] = self.numbers[view, index]
+
+    def prefetch(self, blocks: Any) -> None: ...
+
+
+@case
+def stored_features_reach_the_device_without_waiting() -> None:
+    features: Any = Features()
+    config = measure.tiny_config("cross_entropy", "data.batch=8", "data.prefetch=1").data
+    given = np.zeros(64, np.int32)
+    with FakeCuda() as device:
+        loader = FeatureLoader(given, features, config, 0, measure.FakeWorld())
+        device.mark()
+        batches = [batch.views["strong"] for batch in loader.batches(Pass(np.arange(64), ("strong",)), 0)]
+        assert device.counts.syncs.total() == 0
+        assert all(buffer.is_pinned() for buffer, _ in loader._free)
+        found = torch.cat([batch.cpu() for batch in batches])
+    assert torch.equal(found, torch.from_numpy(features.numbers[2]).float())
 
 
 @case
@@ -441,7 +500,7 @@ def a_run_that_does_not_fit_on_its_gpu_is_refused() -> None:
 @case
 def the_results_of_a_sweep_say_that_there_was_a_gpu() -> None:
     with FakeCuda(), tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
-        sweep._write(Path(folder), [{"method": "crt", "runs": {}}], [])
+        sweep_results.write_results(Path(folder) / "results.json", [], "")
         assert json.loads((Path(folder) / "results.json").read_text())["made"]["machine"].endswith(", CUDA")
 
 

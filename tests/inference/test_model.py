@@ -129,7 +129,7 @@ def test_a_model_whose_facts_do_not_fit_is_told_by_a_sentence(tmp_path: Path) ->
 def test_pictures_to_predict_have_the_layout_of_surveys(channels_last: bool) -> None:
     course = Course(small_config({"name": "cross_entropy"}, model={"channels_last": channels_last}))
     model = as_it_is(course)
-    images = model.images([model.prepare(picture) for picture in course.pictures.encoded[:4]])
+    images = model.inputs([model.prepare(picture) for picture in course.pictures.encoded[:4]])
     layout = torch.channels_last if channels_last else torch.contiguous_format
     assert images.is_contiguous(memory_format=layout)
     _, surveyed = next(course.trainer.loader.survey())

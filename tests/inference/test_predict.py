@@ -18,6 +18,7 @@ from mlflow_store import client_of
 from ranks import free_port, on_ranks, worker_env
 from trained import ROOT, Trained, command, train
 
+from pipeline.data.loader import Loader
 from pipeline.distributed.world import World
 from pipeline.inference.open_run import open_run
 from shards.base.errors import UserError
@@ -104,7 +105,9 @@ def test_answers_go_to_a_file_where_one_can_be(trained: Trained, pictures: Path,
 
 
 def test_evaluate_gives_the_accuracy_the_run_ended_with(trained: Trained, tmp_path: Path) -> None:
-    command("pipeline.evaluate", trained.folder, f"out={tmp_path}")
+    said = command("pipeline.evaluate", trained.folder, f"out={tmp_path}").stdout
+    pictures, samples = (trained.summary[key] for key in ("few_test_pictures", "few_training_samples"))
+    assert f"({pictures} pictures, {samples} training samples)" in " ".join(said.split())
     metrics = json.loads((tmp_path / "evaluation.json").read_text())["metrics"]["test"]
     assert metrics["test/top1"] == trained.summary["last"]
     assert metrics["test/many"] == trained.summary["many"]
@@ -158,11 +161,11 @@ def test_an_error_that_only_another_rank_meets_is_told_once(trained: Trained, tm
 
 def evaluate_until_shards_are_gone(world: World, run: Path, failing: list[int], batches: int) -> str:
     """The sentence every rank ends with when shards are lost on some ranks after so many batches."""
-    from pipeline.data import loader as module
     from pipeline.evaluate import evaluate_split
+    from pipeline.inference import open_run as module
 
     class Failing:
-        def __init__(self, loader: module.Loader) -> None:
+        def __init__(self, loader: Loader) -> None:
             self.loader = loader
 
         def survey(self) -> Iterator[Any]:

@@ -83,7 +83,7 @@ def test_a_run_of_version_0_1_in_mlflow_is_averaged_with_newer_ones() -> None:
     from pipeline.reports.run_table import _result
 
     def run(**params: str) -> Result:
-        info = SimpleNamespace(run_id="a", run_name="", status="RUNNING")
+        info = SimpleNamespace(run_id="a", run_name="", status="RUNNING", experiment_id="1")
         return _result(None, SimpleNamespace(info=info, data=SimpleNamespace(params=params, metrics={}, tags={})))
 
     old = {"data.ahead": "4", "data.cache.ahead": "2"}

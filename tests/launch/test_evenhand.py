@@ -8,11 +8,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from launch.completion import candidates
 from launch.evenhand import COMMANDS
+from pipeline.audit import Action
 
 ROOT = Path(__file__).parents[2]
 HERE = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -44,7 +46,7 @@ def test_help_of_a_command_has_the_name_it_was_called_by(name: str) -> None:
     done = evenhand(name, "--help")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"usage: evenhand {name} ")
-    assert ("torchrun --nproc_per_node=8" in done.stdout) == (name in ("train", "evaluate"))
+    assert ("torchrun --nproc_per_node=8" in done.stdout) == (name in ("train", "embed", "evaluate"))
     module = COMMANDS[name].prog.removeprefix("python -m ").split()
     same = subprocess.run([sys.executable, "-m", *module, "--help"], capture_output=True, text=True, env=HERE, cwd=ROOT)
     assert same.stdout == done.stdout.replace(f"usage: evenhand {name} ", f"usage: {COMMANDS[name].prog} ")
@@ -87,13 +89,13 @@ def test_a_command_does_its_work_and_ends_with_its_own_exit_code(tmp_path: Path)
         ("evenhand train engine=de", ["engine=deepspeed"]),
         ("evenhand train data.flip=t", ["data.flip=true"]),
         ("evenhand train method.name=el", ["method.name=elr", "method.name=elr_plus"]),
-        ("evenhand train --config cifar10_", ["cifar10_lt"]),
+        ("evenhand train --config cifar10_", ["cifar10_features", "cifar10_lt", "cifar10_lt_small"]),
         ("evenhand train --config=dig", ["--config=digits"]),
         ("evenhand train --config configs/d", ["configs/digits.yaml"]),
         ("evenhand train --config con", ["configs/"]),
         ("evenhand train --pr", ["--print-config"]),
         ("evenhand train --e", ["--estimate"]),
-        ("evenhand audit runs/x apply=", ["apply=none", "apply=relabel", "apply=drop"]),
+        ("evenhand audit runs/x apply=", [f"apply={action}" for action in get_args(Action)]),
         ("evenhand audit runs/x th", ["threshold="]),
         ("evenhand audit runs/", []),  # the shell offers files
         ("evenhand audit runs/x out=ru", []),

@@ -1,11 +1,14 @@
 """A sweep: every combination once, one table, finished runs kept, mistakes told before any work."""
 
 import json
+import re
 
 import pytest
+import yaml
 from mlflow_store import runs_in
 
 from launch import sweep
+from pipeline.reports import run_table
 from shards.base.errors import UserError
 
 pytest_plugins = ["mlflow_fixtures"]
@@ -16,6 +19,12 @@ QUICK = [
     "tracking.log_model=false",
     "tracking.system_metrics=false",
 ]
+
+
+@pytest.fixture(autouse=True)
+def not_nice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the work of others a test would not come to its end."""
+    monkeypatch.setattr(sweep, "NICENESS", 0)
 
 
 def test_a_sweep_makes_one_row_for_all_seeds(digits, tmp_path, capsys) -> None:
@@ -69,6 +78,32 @@ def test_a_sweep_is_one_parent_with_its_children_however_often_it_goes_on(digits
         assert "hunter2" not in file.read_text(), file
 
 
+def test_a_draw_is_seed_and_bias_together_and_the_table_averages_over_draws(database, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the shards of every draw go below data/
+    out, uri = tmp_path / "draws", f"sqlite:///{database}"
+    words = [f"out={out}", "--", "method.name=cross_entropy", "shards.validation=0.2", *QUICK, f"tracking.uri={uri}"]
+    assert sweep.main(["vary.draw=0", *words]) == 0
+    assert re.search(r"\| 1 \|.*\(\d+ pictures, \d+ training samples\)", (out / "results.md").read_text())
+    assert sweep.main(["vary.draw=0,1", *words]) == 0
+    (row,) = json.loads((out / "results.json").read_text())["rows"]
+    assert (row["draws"], "seeds" in row) == (2, False)
+    assert len(row["validation_last"]["values"]) == 2
+    text = (out / "results.md").read_text()
+    assert "over draws of seed and bias together" in text
+    assert "best on the validation part" in text
+    assert "training samples)" not in text
+    for draw in (0, 1):
+        used = yaml.safe_load((out / f"draw{draw}" / "config.yaml").read_text())
+        assert (used["seed"], used["shards"]["bias_seed"]) == (draw, draw)
+    manifests = {json.loads((out / f"draw{draw}" / "summary.json").read_text())["manifest"] for draw in (0, 1)}
+    assert len(manifests) == 2
+    runs = {run.info.run_name for run in runs_in(database)} - {"sweep draws"}
+    assert runs == {f"cross_entropy draw={draw} · digits rho=10 noise=0.5" for draw in (0, 1)}
+    (rows,) = run_table.compare(run_table.read_runs(f"sqlite:///{database}", [])).values()
+    (line,) = rows
+    assert (line.count, line.seeds, line.differs) == ("2 draws", "draws 0, 1", "")
+
+
 def test_a_mistake_in_any_run_is_told_before_the_first(tmp_path) -> None:
     with pytest.raises(UserError, match="protypical"):
         sweep.main([f"out={tmp_path}/s", "vary.method.name=cross_entropy,protypical"])
@@ -77,6 +112,10 @@ def test_a_mistake_in_any_run_is_told_before_the_first(tmp_path) -> None:
         sweep.main([f"out={tmp_path}/s", "vary.seed="])
     with pytest.raises(UserError, match="twice"):
         sweep.main([f"out={tmp_path}/s", "vary.seed=0,0"])
+    with pytest.raises(UserError, match=r"vary\.draw sets seed already"):
+        sweep.main([f"out={tmp_path}/s", "vary.draw=0,1", "vary.seed=0"])
+    with pytest.raises(UserError, match=r"vary\.draw draws the bias of the data anew, but shards\.url="):
+        sweep.main([f"out={tmp_path}/s", "vary.draw=0,1", "--", "shards.url=data/finished"])
     with pytest.raises(UserError, match="jobs: input should be greater than 0"):
         sweep.main([f"out={tmp_path}/s", "vary.seed=0", "jobs=0"])
     with pytest.raises(UserError, match="out is missing: folder for runs and table"):

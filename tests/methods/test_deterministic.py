@@ -57,6 +57,13 @@ def test_a_training_asks_for_nothing_that_would_be_refused(name: str) -> None:
     assert refused.found == set()
 
 
+def test_a_self_supervised_start_asks_for_nothing_that_would_be_refused() -> None:
+    with Refused() as refused:
+        for _ in Course(config_of("cross_entropy", model={"norm": "batch", "start": "simclr"})).steps():
+            pass
+    assert refused.found == set()
+
+
 def test_the_paper_s_large_backbone_asks_for_nothing_that_would_be_refused() -> None:
     backbone, _ = build_backbone(ModelConfig(backbone="inception_resnet_v2"))
     with Refused() as refused:

@@ -9,7 +9,13 @@ from ranks import on_ranks
 from torch.nn.functional import normalize
 
 from pipeline.distributed.world import World
-from pipeline.methods.parts.losses import cross_entropy, instance_contrastive, prototype_logits, soft_cross_entropy
+from pipeline.methods.parts.losses import (
+    cross_entropy,
+    instance_contrastive,
+    nt_xent,
+    prototype_logits,
+    soft_cross_entropy,
+)
 from pipeline.models.precision import full_precision
 
 
@@ -41,6 +47,15 @@ def test_contrastive_loss_ignores_rows_that_stand_for_nothing() -> None:
     kept = valid > 0
     found = instance_contrastive(weak, strong, valid, 0.3, World(), (7,))
     assert float(found) == pytest.approx(slow_contrastive(weak[kept], strong[kept], 0.3), rel=1e-9)
+
+
+def test_nt_xent_has_both_views_as_anchors() -> None:
+    first, second = rows(0), rows(1)
+    valid = torch.tensor([1.0, 1, 0, 1, 1, 0, 1])
+    for mask in (torch.ones(7), valid):
+        a, b = first[mask > 0], second[mask > 0]
+        expected = (slow_contrastive(a, b, 0.3) + slow_contrastive(b, a, 0.3)) / 2
+        assert float(nt_xent(first, second, mask, 0.3, World(), (7,))) == pytest.approx(expected, rel=1e-9)
 
 
 def test_weighted_losses_are_weighted_means() -> None:
@@ -93,21 +108,22 @@ def test_losses_leave_autocast(dtype) -> None:
     assert loss.dtype == torch.float32
 
 
-def contrastive_gradient(world: World, cut: list[int]) -> tuple[float, torch.Tensor]:
+def contrastive_gradient(world: World, cut: list[int], both: bool) -> tuple[float, torch.Tensor]:
     """Loss and gradient of the weak rows this rank holds, as an engine that averages over ranks would see them."""
     start = sum(cut[: world.rank])
     mine = slice(start, start + cut[world.rank])
     weak = rows(0, sum(cut))[mine].clone().requires_grad_()
     strong = rows(1, sum(cut))[mine].clone().requires_grad_()
-    loss = instance_contrastive(weak, strong, torch.ones(len(weak)), 0.3, world, cut)
+    loss = (nt_xent if both else instance_contrastive)(weak, strong, torch.ones(len(weak)), 0.3, world, cut)
     loss.backward()
     return float(loss) / world.size, torch.cat([weak.grad, strong.grad], 1) / world.size
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("cut", [[4, 4], [5, 3], [2, 2, 3, 1]])
-def test_contrastive_gradients_do_not_depend_on_ranks(cut) -> None:
-    alone_loss, alone_grad = on_ranks(1, contrastive_gradient, [sum(cut)])[0]
-    parts = on_ranks(len(cut), contrastive_gradient, cut)
+def test_contrastive_gradients_do_not_depend_on_ranks(cut, both) -> None:
+    alone_loss, alone_grad = on_ranks(1, contrastive_gradient, [sum(cut)], both)[0]
+    parts = on_ranks(len(cut), contrastive_gradient, cut, both)
     assert sum(loss for loss, _ in parts) == pytest.approx(alone_loss, rel=1e-9)
     assert torch.allclose(torch.cat([grad for _, grad in parts]), alone_grad, atol=1e-12)

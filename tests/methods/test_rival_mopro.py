@@ -11,7 +11,8 @@ from rivals import Course, Pictures, batch_of, make_method, small_config, survey
 from torch.nn.functional import normalize
 
 from pipeline.distributed.world import World
-from pipeline.methods.mopro import MAIN, RETRAIN, MoPro, ema_update, enqueue, queue_contrastive
+from pipeline.methods.mopro import MAIN, RETRAIN, MoPro, ema_update
+from pipeline.methods.parts.key_queue import enqueue, queue_contrastive
 from shards.base.errors import UserError
 
 K, D, N, T = 3, 6, 45, 0.1

@@ -9,7 +9,8 @@ import pytest
 import torch
 from rivals import Course, Pictures, batch_of, make_method, small_config, survey_of
 
-from pipeline.methods.sfa import SFA, balanced_softmax_logits
+from pipeline.methods.sfa import SFA
+from pipeline.methods.two_heads import balanced_softmax_logits
 
 K, N, VIEWS = 3, 45, ("weak", "weak2")
 

@@ -6,7 +6,7 @@ import torch
 from pipeline.config import ModelConfig
 from pipeline.distributed.world import World
 from pipeline.models.backbones import build_backbone
-from pipeline.models.network import Average, Network, unit
+from pipeline.models.network import Average, Network, power_norm, unit
 from pipeline.models.preact_resnet import PreActBlock, PreActResNet18
 from shards.base.errors import UserError
 
@@ -110,14 +110,26 @@ def test_a_misspelt_backbone_is_answered_with_the_nearest_name() -> None:
         build_backbone(ModelConfig(backbone="inception_resnetv2"))
 
 
-def test_pretrained_weights_load_from_safetensors_only(tmp_path) -> None:
+def test_pretrained_weights_load_from_safetensors(tmp_path) -> None:
     from safetensors.torch import save_file
 
     source = PreActResNet18(8)
     save_file(source.state_dict(), tmp_path / "w.safetensors")
     loaded, _ = build_backbone(ModelConfig(width=8, pretrained=str(tmp_path / "w.safetensors")))
     assert all(torch.equal(a, b) for a, b in zip(source.state_dict().values(), loaded.state_dict().values()))
-    with pytest.raises(UserError, match="safetensors"):
-        build_backbone(ModelConfig(width=8, pretrained=str(tmp_path / "w.pt")))
     with pytest.raises(UserError, match="other shapes"):
         build_backbone(ModelConfig(width=16, pretrained=str(tmp_path / "w.safetensors")))
+
+
+def test_powers_of_features_have_length_one_their_signs_and_a_finite_slope_at_zero() -> None:
+    features = torch.tensor([[0.0, 1.0, -8.0], [0.0, 0.0, 0.0]], requires_grad=True)
+    out = power_norm(features)
+    expected = torch.tensor([0.0, 1.0, -(8**0.7)])
+    assert torch.allclose(out[0], expected / expected.norm(), atol=1e-4)
+    assert torch.equal(out[1], torch.zeros(3))
+    out.sum().backward()
+    assert torch.isfinite(features.grad).all()
+    config = ModelConfig(width=4, feature_norm="power")
+    network = Network(config, 3, World()).eval()
+    images = torch.rand(2, 3, 16, 16)
+    assert torch.allclose(network(images)[0], power_norm(network.backbone(images)))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from pipeline.reports.audit import Findings
-from pipeline.reports.audit_page import write_page
+from pipeline.reports.audit.findings import Findings
+from pipeline.reports.audit.page import write_page
 from pipeline.reports.document import Document
 from pipeline.reports.report import comparison, unfinished
 from pipeline.reports.run_table import Result
@@ -90,6 +91,7 @@ class StrangeSplit:
     """Samples whose classes and keys have strange names; no picture can be read."""
 
     classes = NAMES
+    manifest = SimpleNamespace(hash="0123abcd")
 
     def keys(self, index: np.ndarray) -> list[str]:
         return [NAMES[k] for k in index]
@@ -114,12 +116,8 @@ def test_the_audit_page_shows_strange_classes_keys_and_runs_as_they_are(tmp_path
     )
     write_page(findings, StrangeSplit(), HANDLER, tmp_path / "audit.html", 5)  # type: ignore[arg-type]
     page = Page((tmp_path / "audit.html").read_text())
-    assert page.tags.count("script") == 1  # the filter
+    assert page.tags.count("script") == 2  # the data and what draws them; test_audit_page.py sees what is drawn
     assert page.values("onload") == set()
-    assert page.values("data-given") == page.values("data-suggested") == set(NAMES)
-    assert page.values("data-key") == {name.lower() for name in NAMES}
-    assert page.values("value") >= set(NAMES)
-    assert f"to {HANDLER}. Suspicious: {SCRIPT}." in page.text
+    assert f"Judged: {HANDLER}. Suspicious: {SCRIPT}." in page.text
     for name in NAMES:
-        assert f"true: {name}" in page.text
-        assert any(title.startswith(f"nearest clean: {name} (#") for title in page.values("title"))
+        assert name in page.text

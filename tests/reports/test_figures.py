@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +70,28 @@ def test_a_run_without_anything_to_show_is_no_error(tmp_path: Path) -> None:
     assert [path.name for path in write_figures(tmp_path, {"method": "x"})] == ["data.json"]
 
 
+def test_a_training_of_one_epoch_has_no_curve() -> None:
+    once = {"history": [{"epoch": 1, "metrics": {"test/top1": 5.0}}]}
+    twice = {"history": [{"epoch": e, "metrics": {"test/top1": 5.0}} for e in (1, 2)]}
+    assert figures.plot_accuracy([Run("a", "a", once)]) is None
+    assert figures.plot_accuracy([Run("a", "a", once), Run("b", "b", twice)]) is not None
+
+
+def test_names_of_classes_do_not_lie_on_each_other() -> None:
+    some = data(classes=6) | {"class_counts": [40] * 6, "per_class_accuracy": [0.5] * 6}
+    figure = figures.plot_class_size([Run("a", "a", some)])
+    assert figure is not None
+    heights = sorted(text.xyann[1] for text in figure.axes[0].texts)  # of equal points
+    assert len(heights) == 6
+    assert min(b - a for a, b in pairwise(heights)) > 7  # points, the size of the letters
+
+
 def test_the_axis_is_the_whole_training_in_whole_epochs_even_for_a_single_point() -> None:
     late = data()
     late["history"] = [{"epoch": e, "metrics": {"clean/f1": 0.5} if e == 9 else {}} for e in range(1, 10)]
     once = {"history": [{"epoch": 1, "metrics": {"test/top1": 5.0, "loss/ce": 1.0}}]}
     for figure, last in (
         (figures.plot_cleaning([Run("a", "a", late)]), 9),
-        (figures.plot_accuracy([Run("a", "a", once)]), 1),
         (figures.plot_losses(once), 1),
     ):
         assert figure is not None
@@ -113,11 +129,11 @@ def test_the_names_have_the_colours_of_their_bars_where_a_run_has_only_one_of_th
     assert shown == [style(run.method)["color"] for run in runs]
 
 
-def test_two_runs_of_a_method_share_its_colour_and_nothing_else() -> None:
+def test_two_runs_of_a_method_differ_in_everything() -> None:
     names = ("prototypical", "prototypical", "ldam", "prototypical")
     found = figures.line_styles([Run(f"{k}", name, {}) for k, name in enumerate(names)])
     assert found[0] == style("prototypical")
-    assert len({look["color"] for look in found}) == 2
+    assert len({look["color"] for look in found}) == 4
     assert len({(look["linestyle"], look["marker"]) for look in found}) == 4
 
 

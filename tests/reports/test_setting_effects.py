@@ -17,14 +17,16 @@ from shards.config import BuildConfig
 
 RESULT = """
 seed recipe
-data.batch data.size data.crop data.padding data.area data.flip data.resize data.mean data.std data.augmix
-data.augmix_severity data.strong_mean data.strong_std data.mix_group data.shuffle_window
-model.backbone model.width model.norm model.embedding model.ema model.sync_batchnorm
-optim.lr optim.momentum optim.weight_decay optim.schedule optim.final_lr optim.milestones optim.decay
+data.batch data.size data.crop data.padding data.area data.contrast_area data.flip data.resize data.interpolation data.mean data.std data.augmix
+data.augmix_severity data.strong_mean data.strong_std data.mix_group data.shuffle_window data.feature_views
+model.backbone model.width model.norm model.embedding model.freeze model.ema model.sync_batchnorm
+model.feature_norm model.from_features model.freeze_statistics model.start_part model.start_temperature
+optim.name optim.lr optim.momentum optim.betas optim.weight_decay optim.decay_norms optim.backbone_scale
+optim.layer_decay optim.schedule optim.schedule_by optim.final_lr optim.milestones optim.decay
 optim.restart_epochs optim.warmup_epochs optim.clip optim.accumulate
-train.epochs train.precision train.tf32
+train.epochs train.evaluate_every train.precision train.tf32
 """
-INPUT = "model.pretrained deepspeed.config"
+INPUT = "model.pretrained model.start data.features deepspeed.config"
 NONE = """
 output engine table_cell
 data.loader data.eval_batch data.threads data.prefetch data.max_bad data.cache.folder data.cache.max_gb data.cache.reserve_gb
@@ -39,7 +41,7 @@ tracking.register_as tracking.system_metrics
 deepspeed.stage
 """
 SHARDS_RESULT = """
-source parts classes path_column label_column true_column split_column validation_fraction validation_seed rho tail
+source parts classes path_column label_column true_column split_column validation_fraction validation validation_seed rho tail
 largest noise noise_kind noise_map bias_seed format resize quality shard_mb shard_samples decode_check max_pixels
 max_picture_mb
 """
@@ -109,8 +111,10 @@ def test_default_folders_are_named_as_version_0_1_named_them(settings: dict[str,
 
 def test_a_manifest_names_no_path_of_a_machine() -> None:
     config = BuildConfig(source="webvision", path="/data/wv", imagenet="/data/in")
-    assert set(config.content()) == {*SHARDS_RESULT.split(), *SHARDS_INPUT.split()}
-    assert set(config.content(inputs=False)) == set(SHARDS_RESULT.split())
+    result = set(SHARDS_RESULT.split()) - {"validation"}  # younger than the first shards, and left out while it is 0
+    assert set(config.content()) == {*result, *SHARDS_INPUT.split()}
+    assert set(config.content(inputs=False)) == result
+    assert "validation" in BuildConfig(validation=0.2).content()
 
 
 # -- resume ------------------------------------------------------------------------------------------------------------
@@ -124,9 +128,9 @@ def config_of(*changed: str, method: str = "prototypical") -> Config:
 
 
 def resume(*changed: str) -> None:
-    split: Any = SimpleNamespace(manifest=SimpleNamespace(hash="abc"))
+    data: Any = SimpleNamespace(train=SimpleNamespace(manifest=SimpleNamespace(hash="abc")), features=None)
     saved = {"config": Config().model_dump(mode="json"), "data": {"manifest": "abc"}}
-    check_resumable(config_of(*changed), split, saved, "step-7")
+    check_resumable(config_of(*changed), data, saved, "step-7")
 
 
 def test_a_resumed_run_may_change_where_and_how_fast_it_runs() -> None:
@@ -144,6 +148,14 @@ def test_a_resumed_run_may_not_change_what_the_result_depends_on(change: str) ->
     name = change.partition("=")[0]
     with pytest.raises(UserError, match=f"made with other settings: {name} was"):
         resume(change)
+
+
+def test_a_backbone_that_rests_for_ever_is_not_one_that_rests_for_an_epoch() -> None:
+    data: Any = SimpleNamespace(train=SimpleNamespace(manifest=SimpleNamespace(hash="abc")), features=None)
+    saved = {"config": config_of("model.freeze=true").model_dump(mode="json"), "data": {"manifest": "abc"}}
+    check_resumable(config_of("model.freeze=true"), data, saved, "step-7")
+    with pytest.raises(UserError, match=r"model\.freeze was True, is 1"):
+        check_resumable(config_of("model.freeze=1"), data, saved, "step-7")
 
 
 # -- the report --------------------------------------------------------------------------------------------------------
@@ -175,7 +187,7 @@ def test_seeds_of_the_same_data_are_one_row(changed: tuple[str, ...]) -> None:
 
 
 def test_other_data_is_another_row_named_by_how_it_was_built_where_that_is_known() -> None:
-    built = [finished(str(seed), seed, str(seed), f"shards.bias_seed={seed}") for seed in (0, 1)]
+    built = [finished(str(bias), 0, str(bias), f"shards.bias_seed={bias}") for bias in (0, 1)]  # one seed: no draws
     (rows,) = compare([*built, finished("read", 2, "c", "shards.url=/shards")]).values()
     assert [row.label for row in rows] == [
         "ldam shards.bias_seed=0", "ldam shards.bias_seed=1", "ldam manifest=cccccccc",
@@ -188,5 +200,5 @@ def test_another_file_of_pretrained_weights_is_another_row() -> None:
 
 
 def test_a_run_without_a_manifest_is_told_apart_by_the_settings_of_its_shards() -> None:
-    (rows,) = compare([finished("a", 0, ""), finished("b", 1, "", "shards.bias_seed=1")]).values()
+    (rows,) = compare([finished("a", 0, ""), finished("b", 0, "", "shards.bias_seed=1")]).values()
     assert [row.label for row in rows] == ["ldam shards.bias_seed=0", "ldam shards.bias_seed=1"]

@@ -42,6 +42,9 @@ def refused(*words: str) -> str:
         ("--epochs", "There is no option --epochs"),
         ("shards.noise=1.5", "shards.noise: input should be less than 1"),
         ("optim.accumulate=1000", "optim.accumulate cuts the batch"),
+        ("optim.warmup_epochs=0.5", "round it, or set optim.schedule_by=step"),
+        ("optim.betas=[0.9, 1]", "optim.betas must be below 1"),
+        ("model.freeze=-1", "model.freeze: input should be greater than or equal to 0 (got -1)"),
     ],
 )
 def test_a_mistake_is_answered_with_a_sentence(word, expected) -> None:
@@ -129,7 +132,7 @@ def test_every_command_answers_help_without_torch(module: str) -> None:
         (
             "pipeline.audit",
             ["run", "apply=dorp"],
-            "apply: 'dorp' is not one of none, relabel, drop. Did you mean 'drop'?",
+            "apply: 'dorp' is not one of decisions, relabel, drop, drop-outliers, drop-duplicates, drop-leaks, drop-faulty. Did you mean 'drop'?",
         ),
         ("pipeline.audit", ["run", "other"], "'other' is one word too many. Write: python -m pipeline.audit RUN"),
         ("pipeline.audit", [], "RUN is missing: output folder, checkpoint, MLflow run id or MLflow model."),
@@ -144,7 +147,7 @@ def test_every_command_answers_help_without_torch(module: str) -> None:
         ("pipeline.audit", ["run", "--threshold", "0.3"], "--threshold 0.3 is written threshold=0.3 here."),
         ("pipeline.audit", ["run", "--threshold=0.3"], "--threshold=0.3 is written threshold=0.3 here."),
         ("pipeline.audit", ["--best", "run"], "--best is written best=true here."),
-        ("pipeline.audit", ["--apply", "run"], "--apply is written apply=relabel here."),
+        ("pipeline.audit", ["--apply", "run"], "--apply is written apply=decisions here."),
         ("pipeline.audit", ["run", "--apply", "drop"], "--apply drop is written apply=drop here."),
         ("pipeline.audit", ["run", "--per-class", "3"], "--per-class 3 is written per_class=3 here."),
         ("pipeline.predict", ["run", "a.png", "--jsonl"], "--jsonl is written jsonl=true here."),
@@ -200,9 +203,11 @@ def test_a_shipped_config_is_found_by_name_from_any_folder(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     for name in ("cifar10_lt", "cifar10_lt.yaml", "configs/cifar10_lt.yaml"):
         assert configuration.load(["--config", name]) == here
-    told = refused("--config", "cifar10")
-    assert "There is no config file cifar10. Did you mean cifar10_lt?" in told
-    assert "Files that come along: cifar100_lt, cifar10_lt, digits, webvision_mini." in told
+    told = refused("--config", "cifar10lt")
+    assert "There is no config file cifar10lt. Did you mean cifar10_lt?" in told
+    shipped = sorted(file.stem for file in (Path(__file__).parents[2] / "configs").glob("*.yaml"))
+    assert "photos_scratch" in shipped
+    assert f"Files that come along: {', '.join(shipped)}." in told
     assert "There is no config file other/digits.yaml" in refused("--config", "other/digits.yaml")
     (tmp_path / "digits.yaml").write_text("seed: 7\n")  # a file that is here comes first
     assert configuration.load(["--config", "digits.yaml"]).seed == 7
@@ -222,7 +227,9 @@ def test_help_and_errors_need_no_torch() -> None:
     assert "method.name=prototypical" in shown
 
 
-@pytest.mark.parametrize("name", ["digits", "cifar10_lt", "cifar100_lt", "webvision_mini"])
+@pytest.mark.parametrize("name", [
+    "digits", "fashion_lt", "cifar10_lt", "cifar10_lt_small", "cifar10_features", "cifar10n", "cifar100_lt", "webvision_mini",
+])  # fmt: skip
 @pytest.mark.parametrize("recipe", ["own", "common"])
 def test_every_method_has_a_valid_recipe_in_every_config(name, recipe) -> None:
     from typing import get_args

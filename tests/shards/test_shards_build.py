@@ -19,7 +19,7 @@ from PIL import Image
 from shards_help import fill
 
 from shards import build as building
-from shards import reader
+from shards import mapped
 from shards.base.errors import UserError
 from shards.build import ensure
 from shards.config import BuildConfig
@@ -203,7 +203,10 @@ def test_biased_collections_are_left_as_they_are_unless_asked() -> None:
         (["noise_kind=none", "noise=0.3"], "contradict each other"),
         (["noise_kind=asymmetric"], "needs noise_map"),
         (["source=folder"], "needs path=..."),
-        (["source=folder", "path=x", "labels=y.csv"], "labels is for source=digits or cifar10 or cifar100; with"),
+        (
+            ["source=folder", "path=x", "labels=y.csv"],
+            "labels is for source=digits or cifar10 or cifar100 or fashion_mnist; with",
+        ),
         (["validation_path=x"], "validation_path is for source=folder or list; with source=digits leave it out."),
         (["imagenet=x"], "imagenet is for source=webvision; with source=digits leave it out."),
         (["rho=1000"], "would be left without a picture"),
@@ -260,7 +263,7 @@ class TestDamage:
     def test_a_flipped_byte_in_a_large_set_is_found_in_the_background(
         self, copy: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(reader, "EAGER_BYTES", 0)
+        monkeypatch.setattr(mapped, "EAGER_BYTES", 0)
         data = bytearray((copy / "train-000001.tar").read_bytes())
         data[-2000] ^= 1
         (copy / "train-000001.tar").write_bytes(data)
@@ -268,7 +271,7 @@ class TestDamage:
         split.read(0)
         split.read(300)  # training goes on while the hash is taken
         end = time.monotonic() + 20
-        while split._failure is None and time.monotonic() < end:
+        while split.files.failure is None and time.monotonic() < end:
             time.sleep(0.01)
         with pytest.raises(UserError, match=r"train-000001\.tar was altered"):
             split.read(0)

@@ -105,7 +105,7 @@ class TestCifar:
     @pytest.mark.parametrize(
         ("content", "reason"),
         [
-            ({b"data": np.zeros((2, 3), np.float32)}, "an array of something else than bytes"),
+            ({b"data": np.zeros((2, 3), np.float32)}, "an array of something else than bytes or whole numbers"),
             ({b"data": [[1], [2]]}, "it holds a list"),
             ({b"data": {1: 2}}, "it holds a dict"),
             ([1, 2], "it is no dictionary"),

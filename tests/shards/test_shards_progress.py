@@ -69,7 +69,7 @@ def test_items_are_passed_on_and_steps_counted_from_where_they_were(
     screen = terminal(monkeypatch)
     bar = Progress(100, "steps", None, bar=True, title="main 3/9", done=40)
     seen = []
-    for item in bar.over(range(20), lambda item: item % 2 == 1):
+    for item in bar.over(range(20), lambda item: item % 2):
         seen.append(item)
         clock[0] += 1
     assert seen == list(range(20))
@@ -87,3 +87,22 @@ def test_nothing_is_shown_without_a_log_where_no_bar_can_be(
     for _ in Progress(9, "steps", None, bar=not is_terminal).over(range(9)):
         clock[0] += 20
     assert screen.getvalue() == ""
+
+
+def test_a_line_that_is_due_has_title_and_note(clock: list[float]) -> None:
+    lines: list[str] = []
+    bar = Progress(10, "steps", lines.append, bar=False, title="main 1/2")
+    clock[0] += 1
+    bar.step(1)
+    bar.note, bar.line_due = "loss 0.500", True
+    clock[0] += 1
+    bar.step(1)
+    bar.step(1)
+    assert lines == ["main 1/2: 2 of 10 steps, loss 0.500, 1.0/s, 0:00:08 left"]
+
+
+def test_work_that_cannot_be_counted_says_that_it_goes_on() -> None:
+    lines: list[str] = []
+    with progress.waiting("fitting", lines.append, first=0.01):
+        progress.time.sleep(0.2)
+    assert lines == ["fitting: 0:00:00"]

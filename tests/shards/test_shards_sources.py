@@ -209,6 +209,17 @@ class TestList:
         url = build(source="list", path=self.write(tmp_path / "l.csv", numbered))
         assert open_split(url).classes == ["9", "10", "11"]
 
+    def test_absolute_paths_below_the_root(self, rows, tmp_path: Path, build: Build) -> None:
+        whole = [row | {"path": str(tmp_path / row["path"])} for row in rows]
+        url = build(source="list", path=self.write(tmp_path / "l.csv", whole))
+        assert set(open_split(url).keys()) <= {row["path"] for row in rows}
+
+    def test_a_wrong_root_is_told_with_the_right_one(self, rows, tmp_path: Path, build: Build) -> None:
+        (tmp_path / "lists").mkdir()
+        file = self.write(tmp_path / "lists" / "l.csv", rows)
+        with pytest.raises(UserError, match=f"the root is probably wrong.*lists/.*Set root={tmp_path}\\."):
+            build(source="list", path=file)
+
     def test_a_root_apart_from_the_list_and_a_second_list(self, rows, tmp_path: Path, build: Build) -> None:
         (tmp_path / "lists").mkdir()
         plain = [{"path": r["path"], "given": r["given"]} for r in rows]

@@ -196,12 +196,12 @@ def test_the_cache_keeps_its_budget(remote: str, local: str, tmp_path: Path) -> 
     there.prefetch(range(len(shards)))
     for index in range(len(here)):  # plan order
         assert there.read(index) == here.read(index)
-        with there._cache._lock(Path(small.folder) / "room"):
+        with there.files.cache._lock(Path(small.folder) / "room"):
             kept = sum(path.stat().st_size for path in Path(small.folder).glob("*.tar"))
         assert kept <= budget
     for index in np.random.default_rng(0).permutation(len(here))[:30]:
         assert there.read(index) == here.read(index)
-    assert len(there._maps) <= 3
+    assert len(there.files.maps) <= 3
     tiny = CacheConfig(folder=str(tmp_path / "tiny"), max_gb=1e-6, reserve_gb=0)
     with pytest.raises(UserError, match=r"does not fit a cache of 1e-06 GB\. Raise max_gb"):
         Cache(store_at(remote), tiny).local(shards[0])
@@ -374,7 +374,7 @@ def _wander(local: str, cache: CacheConfig, seed: int) -> None:
     for shard in order:
         for index in range(8 * shard, min(8 * shard + 8, len(here))):
             assert there.read(index) == here.read(index)
-        with there._cache._lock(Path(cache.folder) / "room"):
+        with there.files.cache._lock(Path(cache.folder) / "room"):
             kept = sum(path.stat().st_size for path in Path(cache.folder).glob("*.tar"))
         assert kept <= cache.max_gb * 1e9
 

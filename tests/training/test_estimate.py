@@ -5,17 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from peak_memory import MB, peak_growth
 from ranks import on_ranks
-from rivals import CLASSES, SAMPLES, Course, Pictures, small_config
+from rivals import CLASSES, SAMPLES, Course, Pictures, make_method, small_config, survey_of
 
 from launch.sweep import method_names
 from pipeline.config import Asked, Config, take_estimate
 from pipeline.distributed.world import World
+from pipeline.methods.parts import logistic_regression, transition
+from pipeline.methods.parts.survey import Survey
 from pipeline.models.network import Average
 from pipeline.train import main
-from pipeline.training import estimate
+from pipeline.training import estimate, memory_check
 from pipeline.training.build import build
 from shards.base.errors import UserError
 
@@ -27,7 +31,7 @@ PHASES: dict[str, dict[str, Any]] = {
     "prototypical": {"warmup_steps": 2, "cleaning_start": 0.34},
     "rrl": {"warmup_steps": 2, "cleaning_start": 0.34, "neighbours": 5},
     "mopro": {"queue": 24},
-    **{name: {"warmup": 0.34} for name in ("dividemix", "rolt", "sfa")},
+    **{name: {"warmup": 0.34} for name in ("dividemix", "rolt", "sfa", "dasc")},
 }
 
 
@@ -37,18 +41,22 @@ def configured(name: str, **sections: Any) -> Config:
     )
 
 
-def held(world: World, name: str) -> dict[str, int]:
+def held(world: World, name: str, **sections: Any) -> dict[str, int]:
     """What a real trainer holds between two steps, in bytes."""
     ema = {} if name == "elr_plus" else {"ema": 0.9}
-    run = Course(configured(name, model={"norm": "batch", **ema}), world=world)
+    model = {"norm": "batch", **ema, **sections.pop("model", {})}
+    run = Course(configured(name, model=model, **sections), world=world)
     method, engine = run.method, run.trainer.engine
     tables = {f"table: {key}": value.nbytes for key, value in method.named_buffers(recurse=False)}
     averages = [module for module in method.modules() if isinstance(module, Average)]
     average = sum(t.nbytes for module in averages for t in (*module.parameters(), *module.buffers()))
     everything = sum(t.nbytes for t in (*method.parameters(), *method.buffers()))
-    momentum = sum(t.nbytes for t in engine.optimizer_state_dict()["momentum"].values())
+    state: Any = engine.optimizer_state_dict()
+    kept = [key for key in ("momentum", "exp_avg", "exp_avg_sq") if key in state]
+    learned = sum(t.nbytes for t in state[kept[0]].values())
+    optimiser = sum(t.nbytes for key in kept for t in state[key].values())
     weights = everything - average - sum(tables.values())
-    named = {"weights": weights, "momentum": momentum, "gradients": momentum, "average of the weights": average}
+    named = {"weights": weights, " and ".join(kept): optimiser, "gradients": learned, "average of the weights": average}
     return named | tables
 
 
@@ -58,6 +66,32 @@ def test_weights_momentum_average_and_tables_are_exact(name: str) -> None:
     config = configured(name, model={"norm": "batch", **ema})
     found = estimate.standing(config, SAMPLES, CLASSES, 1)
     assert {part.name: part.bytes for part in found.device} == held(World(), name)
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "har", "dividemix"])
+def test_adamw_keeps_two_numbers_of_a_weight_and_a_frozen_one_has_neither_these_nor_a_gradient(name: str) -> None:
+    finetuning: dict[str, Any] = {"optim": {"name": "adamw"}, "model": {"freeze": True}}
+    found = {}
+    for key, sections in (("plain", {}), ("adamw", {"optim": {"name": "adamw"}}), ("frozen", finetuning)):
+        model = {"norm": "batch", "ema": 0.9, **sections.get("model", {})}
+        config = configured(name, **{**sections, "model": model})
+        parts = estimate.standing(config, SAMPLES, CLASSES, 1)
+        found[key] = {part.name: part.bytes for part in parts.device}
+        assert found[key] == held(World(), name, **sections)
+        found[key]["saved"] = parts.main[0].bytes
+    plain, adamw, frozen = found.values()
+    assert adamw["exp_avg and exp_avg_sq"] == 2 * plain["momentum"]
+    assert adamw["saved"] == plain["saved"] + plain["momentum"]
+    assert frozen["weights"] == plain["weights"]
+    assert frozen["gradients"] < plain["gradients"] / 10
+
+
+def test_a_frozen_backbone_keeps_no_activations() -> None:
+    frozen, free = (
+        estimate.activations(configured("cross_entropy", model={"freeze": freeze}), CLASSES, 1)[0]
+        for freeze in (True, 1)
+    )
+    assert frozen < free / 3
 
 
 @pytest.mark.dist
@@ -109,7 +143,7 @@ def saved_bytes(config: Config, pictures: Pictures) -> int:
     run.method.forward = counted  # type: ignore[method-assign]
     for _ in run.steps():
         pass
-    return max(sizes)
+    return max(sizes, default=0)  # a method without steps has none
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -136,6 +170,32 @@ def test_what_saves_memory_is_seen_to_save_it() -> None:
     assert activations(model={"checkpoint_activations": True}) < whole / 2
 
 
+def test_latent_needs_for_its_fit_what_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run on features; with fewer rounds, which hold as much. A rank of two needs about half."""
+    monkeypatch.setattr(logistic_regression, "STEPS", 1)
+    monkeypatch.setattr(transition, "STEPS", 1)
+    monkeypatch.setattr(transition, "GRID", [1.0])
+    monkeypatch.setattr(transition, "REFINEMENTS", ())
+    samples, classes = 20_000, 100
+    config = configured("latent", model={"width": 8, "from_features": True}, data={"loader": "features"})
+    parts = {part.name: part.bytes for part in estimate.estimate(config, samples, classes, 1).device}
+
+    def prepared(samples: int) -> tuple[Any, Survey]:
+        method = make_method(config, np.arange(samples, dtype=np.int32) % classes, classes)
+        return method, survey_of({"features": torch.randn(samples, method.network.features)})
+
+    few, small = prepared(2 * classes)
+    few.begin_epoch(small)  # libraries take memory when they are first used
+    method, survey = prepared(samples)
+    assert parts["survey of this rank's samples"] == survey["features"].nbytes
+    expected = sum(size for name, size in parts.items() if name.startswith("fit: "))
+    assert expected > 3 * 4 * samples * classes
+    _, growth = peak_growth(lambda: method.begin_epoch(survey))
+    assert growth * MB == pytest.approx(expected, rel=0.25)
+    half = estimate.estimate(config, samples, classes, 2).device
+    assert sum(part.bytes for part in half if part.name.startswith("fit: ")) < 0.75 * expected
+
+
 # -- runs that cannot fit ------------------------------------------------------------------------------------------------
 
 
@@ -149,16 +209,16 @@ def test_a_run_that_cannot_fit_is_refused_before_it_takes_memory(digits: str, tm
 
 def test_less_than_all_but_more_than_free_is_a_warning() -> None:
     parts = [estimate.Part("one thing", 5 * 10**9), estimate.Part("another", 10**9)]
-    assert estimate._problem(parts, 1, "here", 7 * 10**9, 8 * 10**9) is None
-    refused, sentence = estimate._problem(parts, 1, "here", 5 * 10**9, 8 * 10**9) or (None, "")
+    assert memory_check._problem(parts, 1, "here", 7 * 10**9, 8 * 10**9) is None
+    refused, sentence = memory_check._problem(parts, 1, "here", 5 * 10**9, 8 * 10**9) or (None, "")
     assert refused is False
     assert "6.0 GB here" in sentence
     assert "one thing 5.0 GB, another 1.0 GB" in sentence
-    assert (estimate._problem(parts, 1, "here", 10**9, 5 * 10**9) or (None,))[0] is True
+    assert (memory_check._problem(parts, 1, "here", 10**9, 5 * 10**9) or (None,))[0] is True
 
 
 def test_a_machine_has_no_more_free_memory_than_memory() -> None:
-    free, total = estimate.host_memory()
+    free, total = memory_check.host_memory()
     assert 0 < free <= total
 
 

@@ -5,8 +5,10 @@ Only sizes are cut down: pictures, their edge, the batch, the width of PreAct Re
 
 from __future__ import annotations
 
+import hashlib
 import math
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -18,10 +20,13 @@ from pipeline import config as configuration
 from pipeline.distributed.world import World
 from pipeline.methods.options import MethodOptions
 from pipeline.training.build import build
+from shards.sources import fashion_mnist
 
 METHODS = [options.model_fields["name"].default for options in get_args(get_args(MethodOptions)[0])]
 SMALL = {
     "cifar10_lt": ["shards.largest=16", "shards.rho=8", "model.width=8"],
+    "cifar10_lt_small": ["shards.largest=16", "shards.rho=8", "model.width=8"],
+    "fashion_lt": ["shards.largest=16", "shards.rho=8"],
     "cifar100_lt": ["shards.largest=4", "shards.rho=4", "model.width=8"],
     "webvision_mini": ["data.size=75", "data.resize=80", "shards.resize=80", "train.precision=fp32"],
 }
@@ -63,6 +68,22 @@ def cifar(root: Path, classes: int, each: int) -> None:
         write(folder / "batches.meta", {b"label_names": names})
 
 
+def fashion(root: Path) -> dict[str, str]:
+    """Fashion-MNIST's published layout; returns the digests of its splits."""
+    digests = {}
+    for split, begin, count in (("train", "train", 200), ("test", "t10k", 20)):
+        labels = np.arange(count) % 10
+        pictures = np.random.default_rng(0).integers(0, 56, (count, 28, 28)) + 20 * labels[:, None, None]
+        digests[split] = hashlib.sha256(
+            b"".join(part.astype(np.uint8).tobytes() for part in (pictures, labels))
+        ).hexdigest()
+        for kind, array in (("images", pictures), ("labels", labels)):
+            sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
+            header = bytes([0, 0, 8, array.ndim]) + sizes
+            (root / f"{begin}-{kind}-idx{array.ndim}-ubyte").write_bytes(header + array.astype(np.uint8).tobytes())
+    return digests
+
+
 def webvision(root: Path) -> None:
     """mini-WebVision's published layout with few pictures, and ILSVRC's validation folders."""
     ids = ["n01440764", *(f"n{1440765 + n:08d}" for n in range(49))]
@@ -86,19 +107,27 @@ def webvision(root: Path) -> None:
         (root / f"info/{name}.txt").write_text("".join(content))
 
 
-CONFIGS = ["cifar10_lt", "cifar100_lt", pytest.param("webvision_mini", marks=pytest.mark.slow)]  # a minute a method
+SLOW = ("webvision_mini", "cifar10_lt_small", "fashion_lt")  # a minute a method
+CONFIGS = ["cifar10_lt", "cifar100_lt", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
-def collection(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
+def collection(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, list[str]]]:
     root = tmp_path_factory.mktemp(request.param)
+    patch = pytest.MonkeyPatch()
     words = [f"--config=configs/{request.param}.yaml", f"shards.path={root}", f"shards.output={root}/shards"]
     if request.param == "webvision_mini":
         webvision(root)
         words.append(f"shards.imagenet={root}/ilsvrc")
+    elif request.param == "fashion_lt":
+        for split, digest in fashion(root).items():
+            patch.setitem(fashion_mnist.SHA256, split, digest)
     else:
         cifar(root, 100 if request.param == "cifar100_lt" else 10, 4)
-    return request.param, words + SMALL[request.param]
+    yield request.param, words + SMALL[request.param]
+    patch.undo()
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -83,6 +83,17 @@ def test_stopped_anywhere_and_resumed_is_never_stopped(digits, tmp_path, straigh
     assert resumed["seen"] == straight["seen"]  # nothing seen twice, nothing skipped
 
 
+@pytest.mark.parametrize("looks", [None, 20, 31])
+def test_fewer_evaluations_change_nothing_but_what_is_known(digits, tmp_path, straight, looks) -> None:
+    found = run_to_end(configured(digits, tmp_path, "train.evaluate_every=2"), looks=looks)
+    for name, value in straight["state"].items():
+        assert torch.equal(value, found["state"][name]), name
+    first, second, last = found["history"]  # the last epoch always has one
+    assert (second, last) == tuple(straight["history"][1:])
+    assert first == {k: v for k, v in straight["history"][0].items() if not k.startswith("test/")}
+    assert (found["confusion"] == straight["confusion"]).all()
+
+
 def test_every_epoch_sees_every_sample_once(straight) -> None:
     for epoch in range(3):
         seen = [i for stage, e, _, rows in straight["seen"] if (stage, e) == (1, epoch) for i in rows]

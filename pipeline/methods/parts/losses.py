@@ -40,18 +40,49 @@ def instance_contrastive(
 
     Anchors are the weak views. Keys are gathered with gradient: the loss of every rank reaches the keys of all ranks.
     """
-    keys = torch.cat([weak_BD, strong_BD], 1)  # (B, 2D): one all-gather for both
+    weak_GD, strong_GD, valid_G = _gathered(weak_BD, strong_BD, valid_B, world, rows)
+    loss_B = _found_among(weak_BD, strong_GD, weak_GD, valid_G, temperature, world, rows)
+    return world.global_mean(loss_B, valid_B)
+
+
+@full_precision
+def nt_xent(
+    first_BD: Tensor, second_BD: Tensor, valid_B: Tensor, temperature: float, world: World, rows: Sequence[int]
+) -> Tensor:
+    """The loss of SimCLR: as `instance_contrastive`, with both views as anchors in turn."""
+    first_GD, second_GD, valid_G = _gathered(first_BD, second_BD, valid_B, world, rows)
+    loss_B = _found_among(first_BD, second_GD, first_GD, valid_G, temperature, world, rows)
+    loss_B = loss_B + _found_among(second_BD, first_GD, second_GD, valid_G, temperature, world, rows)
+    return world.global_mean(loss_B / 2, valid_B)
+
+
+def _gathered(
+    first_BD: Tensor, second_BD: Tensor, valid_B: Tensor, world: World, rows: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Both views of all ranks, with gradient, and which rows count."""
+    keys = torch.cat([first_BD, second_BD], 1)  # (B, 2D): one all-gather for both
     keys = world.all_gather_rows(keys, rows, grad=True)
-    weak_GD, strong_GD = keys.chunk(2, 1)
-    valid_G = world.all_gather_rows(valid_B, rows) > 0
-    own = torch.arange(len(weak_BD), device=weak_BD.device)
+    first_GD, second_GD = keys.chunk(2, 1)
+    return first_GD, second_GD, world.all_gather_rows(valid_B, rows) > 0
+
+
+def _found_among(
+    anchor_BD: Tensor,
+    other_GD: Tensor,
+    same_GD: Tensor,
+    valid_G: Tensor,
+    temperature: float,
+    world: World,
+    rows: Sequence[int],
+) -> Tensor:
+    """(B,) loss of finding the other view of a sample among the other views and the anchors' views of all samples."""
+    own = torch.arange(len(anchor_BD), device=anchor_BD.device)
     offset = sum(rows[: world.rank]) if world.size > 1 else 0
     forbidden = (~valid_G).expand(len(own), -1)  # (B, G): padding rows
     itself = torch.zeros_like(forbidden).scatter_(1, (own + offset)[:, None], True)
-    to_weak = (weak_BD @ weak_GD.T / temperature).masked_fill(forbidden | itself, -torch.inf)
-    to_strong = (weak_BD @ strong_GD.T / temperature).masked_fill(forbidden & ~itself, -torch.inf)
-    loss_B = F.cross_entropy(torch.cat([to_strong, to_weak], 1), own + offset, reduction="none")
-    return world.global_mean(loss_B, valid_B)
+    to_same = (anchor_BD @ same_GD.T / temperature).masked_fill(forbidden | itself, -torch.inf)
+    to_other = (anchor_BD @ other_GD.T / temperature).masked_fill(forbidden & ~itself, -torch.inf)
+    return F.cross_entropy(torch.cat([to_other, to_same], 1), own + offset, reduction="none")
 
 
 @full_precision

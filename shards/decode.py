@@ -41,7 +41,7 @@ def _decode_jpeg(data: memoryview, min_side: int, max_pixels: int) -> tuple[np.n
         return simplejpeg.decode_jpeg(data, "RGB", **scaled), False
     except ValueError as error:
         reason = str(error)
-    if "Premature end" not in reason:
+    if "premature end" not in reason.lower():  # of the file, or of its data before the end marker
         return None
     try:
         return simplejpeg.decode_jpeg(data, "RGB", strict=False, **scaled), True

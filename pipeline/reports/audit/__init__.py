@@ -1,0 +1,1 @@
+"""The label audit: findings, shares of wrong labels, tables, the page, corrections."""
