@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 def log_model(uri: str, run_id: str, folder: Path, register_as: str = "") -> str:
     """Upload the exported folder as an MLflow model of the run, once; returns the model's id."""
-    import mlflow
     from mlflow import MlflowClient
 
-    mlflow.set_tracking_uri(uri)  # the registry uses this one, not the client's
+    from pipeline.tracking.mlflow_sync import use_server
+
+    use_server(uri)  # the registry uses this one, not the client's
     client = MlflowClient()
     run = client.get_run(run_id)
     known = run.outputs.model_outputs if run.outputs else []

@@ -65,10 +65,22 @@ def mlflow_client(uri: str) -> Iterator[MlflowClient]:
         raise UserError(f"There is no MLflow database {database}. Train something first, or give uri=.")
     try:
         client, clean = create_client(uri)
-        mlflow.set_tracking_uri(clean)  # downloads use this one, not the client's
+        use_server(clean)  # downloads use this one, not the client's
         yield client
     except (mlflow.MlflowException, SQLAlchemyError, OSError) as error:
         raise UserError(f"MLflow at {redact(uri)}: {one_line(error)}. Check uri= and the server.") from error
+
+
+def use_server(uri: str) -> None:
+    """Make it the default server of this process. mlflow also writes it into the environment, where a later command
+    of the same process would take it for a choice of the user; that is undone.
+    """
+    before = os.environ.get("MLFLOW_TRACKING_URI")
+    mlflow.set_tracking_uri(uri)
+    if before is None:
+        os.environ.pop("MLFLOW_TRACKING_URI", None)
+    else:
+        os.environ["MLFLOW_TRACKING_URI"] = before
 
 
 def without_credentials(uri: str) -> str:

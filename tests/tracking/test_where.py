@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -108,3 +109,20 @@ def test_the_line_leads_to_the_runs_of_the_experiment(tmp_path: Path, monkeypatc
     )
     monkeypatch.chdir(tmp_path / "bin")
     assert ui.ui_line_of_id("sqlite:///a.db", "").startswith(f"{tmp_path}/bin/mlflow ui ")
+
+
+@pytest.mark.parametrize("before", [None, "http://environment:5000"])
+def test_reading_runs_leaves_the_environment_as_it_was(
+    before: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mlflow itself writes the server into it, and the next command of this process would go there."""
+    from pipeline.tracking.mlflow_sync import create_client, mlflow_client
+
+    monkeypatch.delenv(URI)
+    if before:
+        monkeypatch.setenv(URI, before)
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    create_client(uri)
+    with mlflow_client(uri) as client:
+        assert client.search_experiments()
+    assert os.environ.get(URI) == before
