@@ -16,7 +16,6 @@ from launch.sweep import method_names
 from pipeline.config import Asked, Config, take_estimate
 from pipeline.distributed.world import World
 from pipeline.methods.parts import logistic_regression, transition
-from pipeline.methods.parts.survey import Survey
 from pipeline.models.network import Average
 from pipeline.train import main
 from pipeline.training import estimate, memory_check
@@ -180,13 +179,9 @@ def test_latent_needs_for_its_fit_what_is_estimated(monkeypatch: pytest.MonkeyPa
     config = configured("latent", model={"width": 8, "from_features": True}, data={"loader": "features"})
     parts = {part.name: part.bytes for part in estimate.estimate(config, samples, classes, 1).device}
 
-    def prepared(samples: int) -> tuple[Any, Survey]:
-        method = make_method(config, np.arange(samples, dtype=np.int32) % classes, classes)
-        return method, survey_of({"features": torch.randn(samples, method.network.features)})
-
-    few, small = prepared(2 * classes)
-    few.begin_epoch(small)  # libraries take memory when they are first used
-    method, survey = prepared(samples)
+    method = make_method(config, np.arange(samples, dtype=np.int32) % classes, classes)
+    survey = survey_of({"features": torch.randn(samples, method.network.features)})
+    method.begin_epoch(survey)  # libraries take memory when they are first used, more for more samples
     assert parts["survey of this rank's samples"] == survey["features"].nbytes
     expected = sum(size for name, size in parts.items() if name.startswith("fit: "))
     assert expected > 3 * 4 * samples * classes
