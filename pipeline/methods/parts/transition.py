@@ -62,17 +62,34 @@ def fit_noise(scores_nK: Tensor, given_n: Tensor, world: World) -> Noise:
     """The prior, transition matrix and temperature under which the given labels are likeliest.
 
     Soft scores explain wrong labels as well as a transition matrix does, nearly; EM that changes all of them at a time stays
-    where it starts. So every temperature gets its own transition matrix before they are compared.
+    where it starts. So every temperature gets its own transition matrix before they are compared. The first start,
+    equally many wrong labels in all classes, gives the temperature; the second, the labels that differ from the likeliest class, the matrix.
+    From the first alone EM often does not see that most labels of a rare class belong to its large look-alike.
     """
     classes = scores_nK.shape[1]
     count_K = world.all_reduce_sum(torch.bincount(given_n, minlength=classes).double())
     start_KK = (1 - START) * torch.diag(count_K) + START * count_K[:, None] / classes
     start = Noise(_class_prior(count_K), transition_matrix(start_KK), 1.0)
-    best = _best(start, GRID, scores_nK, given_n, world)
+    temperature = _best(start, GRID, scores_nK, given_n, world).temperature
+    joint_KK = _predicted_and_given(scores_nK, given_n, count_K, temperature, world)
+    best = Noise(_class_prior(joint_KK.sum(1)), transition_matrix(joint_KK), temperature)
     for width in REFINEMENTS:
         near = [best.temperature * factor for factor in (1 / width, 1, width)]
         best = _best(best, near, scores_nK, given_n, world)
     return best
+
+
+def _predicted_and_given(
+    scores_nK: Tensor, given_n: Tensor, count_K: Tensor, temperature: float, world: World
+) -> Tensor:
+    """(K,K) samples by the class that scores and the number of given labels make likeliest, and by given label."""
+    classes = scores_nK.shape[1]
+    prior = _class_prior(count_K).log().to(scores_nK.dtype)
+    cell = torch.zeros(classes * classes, dtype=torch.float64, device=scores_nK.device)
+    rows = _rows(classes)
+    for scores, given in zip(scores_nK.split(rows), given_n.split(rows)):
+        cell += torch.bincount((scores / temperature + prior).argmax(1) * classes + given, minlength=classes**2)
+    return world.all_reduce_sum(cell).view(classes, classes)
 
 
 def _best(start: Noise, temperatures: Sequence[float], scores_nK: Tensor, given_n: Tensor, world: World) -> Noise:

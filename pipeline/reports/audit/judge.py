@@ -118,10 +118,10 @@ def typicality(features: np.ndarray, right: np.ndarray, trusted: np.ndarray) -> 
 
 
 def stored_features(features: FeatureSplit, samples: int) -> np.ndarray:
-    """(N,D) the test view of every sample, as model.feature_norm=root has it."""
+    """(N,D) the test view of every sample, as `latent` sees it (model.feature_norm=power)."""
     import torch
 
-    from pipeline.models.network import root_norm
+    from pipeline.models.network import power_norm
     from shards.features import TEST
 
     out = np.empty((samples, features.width), np.float32)
@@ -130,5 +130,5 @@ def stored_features(features: FeatureSplit, samples: int) -> np.ndarray:
         index = np.arange(start, min(start + BLOCK, samples))
         rows = part[: len(index)]
         features.read(np.full(len(index), features.views[TEST]), index, rows)
-        out[index] = root_norm(torch.from_numpy(rows.astype(np.float32))).numpy()
+        out[index] = power_norm(torch.from_numpy(rows.astype(np.float32))).numpy()
     return out
