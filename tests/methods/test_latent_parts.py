@@ -178,7 +178,7 @@ def test_a_class_that_scores_favour_is_no_large_class_with_many_wrong_labels() -
         biased = scores + strength * favour
         posterior = fit_noise(biased, given, World()).posterior(biased, given)
         estimated = 1 - float(posterior.gather(1, given[:, None]).mean())
-        assert estimated == pytest.approx(wrong.mean(), abs=0.03)
+        assert estimated == pytest.approx(wrong.mean(), abs=0.04)
         assert float((posterior.argmax(1).numpy() == true).mean()) > 0.93
 
 

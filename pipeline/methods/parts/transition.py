@@ -62,34 +62,37 @@ def fit_noise(scores_nK: Tensor, given_n: Tensor, world: World) -> Noise:
     """The prior, transition matrix and temperature under which the given labels are likeliest.
 
     Soft scores explain wrong labels as well as a transition matrix does, nearly; EM that changes all of them at a time stays
-    where it starts. So every temperature gets its own transition matrix before they are compared. The first start,
-    equally many wrong labels in all classes, gives the temperature; the second, the labels that differ from the likeliest class, the matrix.
-    From the first alone EM often does not see that most labels of a rare class belong to its large look-alike.
+    where it starts. So every temperature gets its own transition matrix before they are compared. The first start has
+    equally many wrong labels in all classes. From there EM often does not see that most labels of a rare class belong
+    to its large look-alike, so it starts again from what it predicts without looking at the labels.
     """
     classes = scores_nK.shape[1]
     count_K = world.all_reduce_sum(torch.bincount(given_n, minlength=classes).double())
     start_KK = (1 - START) * torch.diag(count_K) + START * count_K[:, None] / classes
     start = Noise(_class_prior(count_K), transition_matrix(start_KK), 1.0)
-    temperature = _best(start, GRID, scores_nK, given_n, world).temperature
-    joint_KK = _predicted_and_given(scores_nK, given_n, count_K, temperature, world)
-    best = Noise(_class_prior(joint_KK.sum(1)), transition_matrix(joint_KK), temperature)
+    best = _predicted(_best(start, GRID, scores_nK, given_n, world), scores_nK, given_n, world)
     for width in REFINEMENTS:
         near = [best.temperature * factor for factor in (1 / width, 1, width)]
         best = _best(best, near, scores_nK, given_n, world)
     return best
 
 
-def _predicted_and_given(
-    scores_nK: Tensor, given_n: Tensor, count_K: Tensor, temperature: float, world: World
-) -> Tensor:
-    """(K,K) samples by the class that scores and the number of given labels make likeliest, and by given label."""
+def _predicted(noise: Noise, scores_nK: Tensor, given_n: Tensor, world: World) -> Noise:
+    """Taken from the class that is likeliest for the features of every sample, and its given label.
+
+    The prior keeps how much the scores favour each class; class sizes are those of the predictions.
+    """
     classes = scores_nK.shape[1]
-    prior = _class_prior(count_K).log().to(scores_nK.dtype)
-    cell = torch.zeros(classes * classes, dtype=torch.float64, device=scores_nK.device)
-    rows = _rows(classes)
-    for scores, given in zip(scores_nK.split(rows), given_n.split(rows)):
-        cell += torch.bincount((scores / temperature + prior).argmax(1) * classes + given, minlength=classes**2)
-    return world.all_reduce_sum(cell).view(classes, classes)
+    sums = torch.zeros(classes + classes**2, dtype=torch.float64, device=scores_nK.device)
+    prior, rows = noise.prior.log().to(scores_nK.dtype), _rows(classes)
+    for scores, (joint, total, given) in zip(scores_nK.split(rows), noise.blocks(scores_nK, given_n)):
+        sums[:classes] += joint.div_(total).sum(0, dtype=torch.float64)
+        likeliest = (scores / noise.temperature).add_(prior).argmax(1)
+        sums[classes:] += torch.bincount(likeliest * classes + given, minlength=classes**2)
+    sums = world.all_reduce_sum(sums)
+    believed_K, joint_KK = sums[:classes], sums[classes:].view(classes, classes)
+    prior_K = noise.prior * (joint_KK.sum(1) + 1) / (believed_K + 1)
+    return Noise(prior_K / prior_K.sum(), transition_matrix(joint_KK), noise.temperature)
 
 
 def _best(start: Noise, temperatures: Sequence[float], scores_nK: Tensor, given_n: Tensor, world: World) -> Noise:
