@@ -250,7 +250,16 @@ class MoProOptions(Settings):
     retrain_lr: PositiveFloat = Field(0.01, description="initial learning rate of that stage; a tenth after each third")
 
 
-class SSROptions(Settings):
+class SelectionOptions(Settings):
+    """Of methods that select samples and train on these, drawn class-balanced."""
+
+    mixup: NonNegativeFloat = Field(4.0, description="Beta(a,a) of the mixing of selected samples; 0 = no mixing")
+    consistency: NonNegativeFloat = Field(1.0, description="weight of the agreement between the views of all samples; 0 = none, so that only selected samples pass the network")
+    projection: PositiveInt = Field(128, description="width in which the views are compared")
+    neighbour_block: NoEffect[PositiveInt] = Field(1024, description="rows per block of the neighbour search; bounds its memory")
+
+
+class SSROptions(SelectionOptions):
     """SSR+: confident predictions replace labels, neighbours confirm them, confirmed samples are drawn class-balanced."""
 
     code: ClassVar[str] = "ssr:SSR"
@@ -258,10 +267,6 @@ class SSROptions(Settings):
     relabel_above: Fraction = Field(0.9, description="a sample takes its likeliest class when the classifier gives it more than this; 1 = never")
     select_from: Fraction = Field(1.0, description="a sample is selected when its label has at least this part of the votes of the class with most")
     neighbours: PositiveInt = Field(200, description="samples that vote, the sample itself among them (all, if there are fewer)")
-    mixup: NonNegativeFloat = Field(4.0, description="Beta(a,a) of the mixing; 0 = no mixing")
-    consistency: NonNegativeFloat = Field(1.0, description="weight of the agreement between the views of all samples; 0 = plain SSR, which needs selected samples only")
-    projection: PositiveInt = Field(128, description="width in which the views are compared")
-    neighbour_block: NoEffect[PositiveInt] = Field(1024, description="rows per block of the neighbour search; bounds its memory")
 
 
 class PLSLSAOptions(Settings):
@@ -290,6 +295,16 @@ class LatentOptions(Settings):
     relabel_above: Fraction = Field(0.8, description="a sample takes another label when that label is likelier than this")
 
 
+class EvenhandOptions(SelectionOptions):
+    """Evenhand: prototypes of samples whose labels others confirm, trained on every class alike."""
+
+    code: ClassVar[str] = "evenhand:Evenhand"
+    name: Literal["evenhand"] = "evenhand"
+    relabel_above: Fraction = Field(0.9, description="a sample takes its likeliest class when the classifier gives it more than this; 1 = never")
+    neighbours: PositiveInt | None = Field(None, description="samples that vote on a label; none = the root of their number, at most 200")
+    bank: PositiveInt = Field(65536, description="samples that may vote: all, or of more samples so many, equally many of every class")
+
+
 class FinetuneOptions(Settings):
     """Fine-tuning on the labels and weights that an earlier run arrived at (model.start)."""
 
@@ -298,7 +313,7 @@ class FinetuneOptions(Settings):
     balance: Fraction = Field(0.5, description="power of (mean class size / class size) in the weight of a sample; 0 = classes are not weighted")
 
 
-MethodOptions = Annotated[CrossEntropyOptions | PrototypicalOptions | LDAMOptions | LDAMDRWOptions | CRTOptions | NCMOptions | CoTeachingOptions | MentorNetOptions | ELROptions | ELRPlusOptions | HAROptions | AUMOptions | DivideMixOptions | RoLTOptions | SFAOptions | DaSCOptions | RRLOptions | MoProOptions | SSROptions | PLSLSAOptions | LatentOptions | FinetuneOptions, Field(discriminator="name")]
+MethodOptions = Annotated[CrossEntropyOptions | PrototypicalOptions | LDAMOptions | LDAMDRWOptions | CRTOptions | NCMOptions | CoTeachingOptions | MentorNetOptions | ELROptions | ELRPlusOptions | HAROptions | AUMOptions | DivideMixOptions | RoLTOptions | SFAOptions | DaSCOptions | RRLOptions | MoProOptions | SSROptions | PLSLSAOptions | LatentOptions | EvenhandOptions | FinetuneOptions, Field(discriminator="name")]
 
 
 def options_of(name: str) -> type[Settings]:

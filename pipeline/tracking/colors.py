@@ -16,7 +16,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 METHODS = (
     "prototypical", "cross_entropy", "dividemix", "rolt", "ldam", "elr", "rrl", "crt", "coteaching",
     "mentornet", "har", "ncm", "ldam_drw", "aum", "elr_plus", "sfa", "mopro",
-    "latent", "finetune", "ssr", "dasc", "pls_lsa",
+    "latent", "finetune", "ssr", "dasc", "pls_lsa", "evenhand",
 )  # fmt: skip
 
 

@@ -13,7 +13,9 @@ from rivals import Course, Pictures, batch_of, make_method, small_config, survey
 from torch.nn.functional import normalize
 
 from pipeline.methods.parts.mixup import mixup_lambda, mixup_partners
-from pipeline.methods.ssr import MIXUP_LAMBDA, MIXUP_PARTNERS, SSR, balanced_votes
+from pipeline.methods.parts.neighbour_votes import balanced_votes
+from pipeline.methods.selection_method import MIXUP_LAMBDA, MIXUP_PARTNERS
+from pipeline.methods.ssr import SSR
 
 K, N, D = 3, 45, 6
 VIEWS = ("weak", "strong", "strong2")

@@ -36,6 +36,7 @@ PHASES: dict[str, dict[str, Any]] = {
     "rrl": {"warmup_steps": 2, "cleaning_start": 0.34, "neighbours": 5, "keep_above": 0.4, "use_above": 0.45},
     "mopro": {"queue": 24, "momentum": 0.9, "prototype_momentum": 0.9, "cleaning_start": 0.34, "relabel_above": 0.5},
     "ssr": {"neighbours": 5, "relabel_above": 0.5},
+    "evenhand": {"neighbours": 5, "relabel_above": 0.5, "bank": 16},
     "pls_lsa": {"wrong_above": 0.5, "penalty": 0.5},
 }
 STEPLESS = ("latent",)  # fitted when the epoch begins: it has no loss, and a restart finds it done
