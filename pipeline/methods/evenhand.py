@@ -1,7 +1,7 @@
-"""Evenhand: prototypes of samples whose labels others confirm, trained on every class alike.
+"""Evenhand: a label counts when others confirm it, neighbours or the prototype of its class, and every class is drawn alike.
 
-Every epoch: survey -> labels -> votes of the neighbours -> selected samples; the losses are in selection_method.py. After
-the epoch: survey -> prototypes of the selected samples, which classify.
+Every epoch: survey -> labels -> votes of the neighbours, nearest prototypes -> selected samples; the losses are in
+selection_method.py. After the epoch: survey -> prototypes of the selected samples, a second classifier.
 n rows of the survey on this rank, N samples in all, M of them in the bank, K classes, D features.
 """
 
@@ -21,7 +21,7 @@ from pipeline.methods.base import Beliefs
 from pipeline.methods.options import EvenhandOptions
 from pipeline.methods.parts.losses import given_confidence, prototype_logits
 from pipeline.methods.parts.neighbour_votes import balanced_votes
-from pipeline.methods.parts.prototypes import class_prototypes
+from pipeline.methods.parts.prototypes import class_prototypes, confirmed_by_prototype
 from pipeline.methods.parts.survey import Survey
 from pipeline.methods.selection_method import SelectionMethod
 from pipeline.models.network import unit
@@ -70,7 +70,8 @@ class Evenhand(SelectionMethod[EvenhandOptions]):
             survey["z"], bank, label[place >= 0], self.data.classes, self.neighbours, o.neighbour_block, own, given,
             own_n=place[survey.index],
         )  # fmt: skip
-        selected = survey.all_gather((votes[0] >= 1).to(torch.uint8)) > 0
+        confirmed = (votes[0] >= 1) | confirmed_by_prototype(survey["z"], own, self.data.classes, self.world)
+        selected = survey.all_gather(confirmed.to(torch.uint8)) > 0
         selected |= self._unconfirmed_classes(label, selected)[label]
         self.selected.copy_(selected)
         self.label.copy_(torch.where(selected, label, survey.all_gather(likeliest.int()).long()))
@@ -120,7 +121,5 @@ class Evenhand(SelectionMethod[EvenhandOptions]):
 
     def scores(self, images: Tensor) -> dict[str, Tensor]:
         features, logits = self.eval_network(images)
-        return {
-            "prototype": prototype_logits(unit(features), self.prototypes, TEMPERATURE),
-            "linear": logits.float(),
-        }
+        prototype = prototype_logits(unit(features), self.prototypes, TEMPERATURE)
+        return {"linear": logits.float(), "prototype": prototype}

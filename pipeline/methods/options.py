@@ -296,10 +296,11 @@ class LatentOptions(Settings):
 
 
 class EvenhandOptions(SelectionOptions):
-    """Evenhand: prototypes of samples whose labels others confirm, trained on every class alike."""
+    """Evenhand: a label counts when neighbours or its class's prototype confirm it; every class is drawn alike."""
 
     code: ClassVar[str] = "evenhand:Evenhand"
     name: Literal["evenhand"] = "evenhand"
+    mixup: NonNegativeFloat = Field(1.0, description="Beta(a,a) of the mixing of selected samples; 0 = no mixing")
     relabel_above: Fraction = Field(0.9, description="a sample takes its likeliest class when the classifier gives it more than this; 1 = never")
     neighbours: PositiveInt | None = Field(None, description="samples that vote on a label; none = the root of their number, at most 200")
     bank: PositiveInt = Field(65536, description="samples that may vote: all, or of more samples so many, equally many of every class")

@@ -1,4 +1,4 @@
-"""Evenhand: votes without the own sample written the slow way, classes that nobody confirms, prototypes, and its rules."""
+"""Evenhand: votes and prototypes without the own sample written the slow way, classes that nobody confirms, and its rules."""
 
 from __future__ import annotations
 
@@ -43,6 +43,18 @@ def slow_votes(z: torch.Tensor, label: list[int], k: int, bank: list[int]) -> li
     return out
 
 
+def slow_confirmed(z: torch.Tensor, label: list[int]) -> list[bool]:
+    """Whether the mean of the others with the same label is the nearest of all class means."""
+    out = []
+    for i, own in enumerate(label):
+        means = [
+            sum((z[j] for j in range(len(z)) if label[j] == c and j != i), torch.zeros_like(z[0])) for c in range(K)
+        ]
+        cosine = [float(z[i] @ m) / max(float(m.norm()), 1e-12) for m in means]
+        out.append(cosine[own] >= max(cosine) and bool(means[own].any()))
+    return out
+
+
 @pytest.mark.parametrize("bank", [1000, 12])
 def test_labels_and_selection_are_those_of_the_slow_way(bank: int) -> None:
     method = learner(bank=bank)
@@ -58,7 +70,10 @@ def test_labels_and_selection_are_those_of_the_slow_way(bank: int) -> None:
         assert torch.equal(z, found["z"][members])
         method.begin_epoch(survey)
         votes = slow_votes(found["z"], own, 6, members)
-        selected = [v[y] >= max(v) - 1e-12 for v, y in zip(votes, own)]
+        near = slow_confirmed(found["z"], own)
+        voted = [v[y] >= max(v) - 1e-12 for v, y in zip(votes, own)]
+        selected = [a or b for a, b in zip(voted, near)]
+        assert sum(voted) < sum(selected) > sum(near)
         assert method.selected.tolist() == selected
         assert 0 < sum(selected) < N
         likeliest = found["likeliest"].tolist()
@@ -101,7 +116,7 @@ def test_a_class_that_nobody_confirms_keeps_its_samples() -> None:
     assert 8 in pass_.second
 
 
-def test_prototypes_are_means_of_selected_samples_and_classify() -> None:
+def test_prototypes_are_means_of_selected_samples_and_classify_besides() -> None:
     method = learner()
     found = surveyed(3, method.data.given, method.network.features)
     survey: Survey = survey_of(found)
@@ -114,10 +129,10 @@ def test_prototypes_are_means_of_selected_samples_and_classify() -> None:
     images = torch.randn(4, 3, 8, 8, dtype=torch.float64)
     method.eval()
     with torch.no_grad():
-        first, scores = next(iter(method.scores(images).items()))
+        scores = method.scores(images)
         cosine = normalize(method.eval_network(images)[0], dim=1) @ method.prototypes.T
-    assert first == "prototype"
-    assert torch.allclose(scores, cosine / 0.1, atol=1e-5)
+    assert list(scores) == ["linear", "prototype"]
+    assert torch.allclose(scores["prototype"], cosine / 0.1, atol=1e-5)
 
 
 def test_the_number_of_neighbours_follows_from_the_number_of_samples() -> None:

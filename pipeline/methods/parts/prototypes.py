@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from pipeline.distributed.world import World
+from pipeline.models.network import unit
+from pipeline.models.precision import full_precision
 
 BLOCK = 8192  # rows at a time: intermediate results stay in the cache, and memory does not grow with N
 
@@ -32,3 +34,20 @@ def class_prototypes(
     empty = (sums[:, -1] <= 0) | (length[:, 0] < 1e-12)
     fresh = (mean / length.clamp_min(1e-12)).float()
     return torch.where(empty[:, None], previous_KD, fresh), empty
+
+
+@full_precision
+def confirmed_by_prototype(z_nD: Tensor, label_n: Tensor, classes: int, world: World) -> Tensor:
+    """(n,) bool: no prototype is nearer than that of the own label, in which the sample itself does not count.
+
+    z, label are this rank's part of the training set; one all-reduce as above. The only sample of a class is never confirmed.
+    """
+    ones = torch.ones_like(label_n, dtype=z_nD.dtype)
+    sum_KD = world.all_reduce_sum(class_sums(z_nD, label_n, ones, classes))[:, :-1]
+    prototype_KD = unit(sum_KD).to(z_nD.dtype)
+    confirmed = torch.zeros(len(z_nD), dtype=torch.bool, device=z_nD.device)
+    for out, z, label in zip(*(torch.split(part, BLOCK) for part in (confirmed, z_nD, label_n))):
+        others = unit(sum_KD[label] - z.double()).to(z.dtype)
+        cosine = (z @ prototype_KD.T).scatter_(1, label[:, None], (z * others).sum(1, keepdim=True))
+        out.copy_((cosine.argmax(1) == label) & (others != 0).any(1))
+    return confirmed
