@@ -57,8 +57,8 @@ fashion:
 	if $(CAN_APT); then $(call apt_install,dataset-fashion-mnist); fi; \
 	have || echo "The drill on the real Fashion-MNIST is left out: it needs the package dataset-fashion-mnist."
 
-demo: setup ## digits, rho=10, noise 0.5: cross-entropy against the Prototypical Classifier on 2 ranks, and a report
-	@for method in cross_entropy prototypical; do \
+demo: setup ## digits, rho=10, noise 0.5: cross-entropy, the Prototypical Classifier and Evenhand on 2 ranks, and a report
+	@for method in cross_entropy prototypical evenhand; do \
 	  echo; echo "== $$method =="; \
 	  $(RUN) -m pipeline.train --config configs/digits.yaml method.name=$$method seed=$(SEED) train.epochs=40 \
 	    output=$(DEMO)/$$method-$(SEED) tracking.uri=sqlite:///$(DEMO)/mlflow.db tracking.experiment=demo || exit 1; \

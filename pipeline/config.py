@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from pipeline.methods.options import Fraction, MethodOptions, PrototypicalOptions
+from pipeline.methods.options import EvenhandOptions, Fraction, MethodOptions
 from shards.base import cli, settings
 from shards.base.errors import UserError
 from shards.base.settings import Input, NoEffect, Settings, Tree
@@ -187,7 +187,7 @@ class Config(Settings):
     shards: NoEffect[BuildConfig] = BuildConfig()  # the manifest's hash, not these settings, says which data it is
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
-    method: MethodOptions = PrototypicalOptions()
+    method: MethodOptions = EvenhandOptions()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -230,7 +230,7 @@ def combine(file_tree: Tree, overrides: Tree) -> Tree:
     if not isinstance(recipes, dict):
         raise UserError("recipes: must hold one block per method name.")
     chosen = settings.merge(file_tree, overrides)
-    name = _section(chosen, "method").get("name", PrototypicalOptions().name)
+    name = _section(chosen, "method").get("name", EvenhandOptions().name)
     recipe = _section(recipes, name)
     if chosen.get("recipe", "own") == "common":
         recipe = {"method": _section(recipe, "method")}
