@@ -46,6 +46,6 @@ def train(shards: str, *words: str) -> None:
     """Three short epochs of the Prototypical Classifier, the last two of them cleaning."""
     command(
         "pipeline.train", "--config", ROOT / "configs/digits.yaml", f"shards.url={shards}", "tracking.experiment=tests",
-        "train.epochs=3", "model.width=4", "method.warmup_steps=4", "method.cleaning_start=0.34",
+        "train.epochs=3", "model.width=4", "method.name=prototypical", "method.warmup_steps=4", "method.cleaning_start=0.34",
         "method.threshold=fixed", "method.threshold_start=0.12", "data.batch=128", *words,
     )  # fmt: skip

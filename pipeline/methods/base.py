@@ -96,6 +96,10 @@ class Method(nn.Module, Generic[Options]):
         """Bytes by name that begin_epoch needs for a while on this rank, beside the survey, where that is much."""
         return {}
 
+    def gathered_samples(self) -> int:
+        """Of so many samples every rank holds the embedding for a while, where a method has embeddings in its survey."""
+        return len(self.data)
+
     def passes(self) -> list[Pass]:
         """The passes of this epoch: a pure function of buffers, stage and epoch."""
         return [Pass(self.data.shuffled(self.order_key()))]

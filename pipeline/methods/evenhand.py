@@ -78,6 +78,9 @@ class Evenhand(SelectionMethod[EvenhandOptions]):
         self.support.copy_(survey.all_gather(votes[1]))
         self.score.copy_(survey.all_gather(survey["confidence"]))
 
+    def gathered_samples(self) -> int:
+        return min(self.options.bank, len(self.data))
+
     def end_epoch(self, survey: Survey | None) -> None:
         assert survey is not None
         label, weight = self.label[survey.index].long(), self.selected[survey.index].float()

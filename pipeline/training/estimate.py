@@ -135,8 +135,10 @@ def estimate(config: Config, samples: int, classes: int, ranks: int) -> Estimate
     try:
         row, embedding = survey_row(config, classes)
         out.device.append(Part("survey of this rank's samples", row * -(-samples // ranks)))
-        if not any(part.bytes == embedding * samples for part in out.device):  # no table holds them already
-            out.device.append(Part("embeddings of all samples, where they are gathered", embedding * samples))
+        gathered = method_without_data(config, samples, classes, ranks).gathered_samples()
+        if not any(part.bytes == embedding * gathered for part in out.device):  # no table holds them already
+            of = "all" if gathered == samples else f"{gathered:,}"
+            out.device.append(Part(f"embeddings of {of} samples, where they are gathered", embedding * gathered))
     except Exception as error:
         out.unknown.append(f"the survey: {config.method.name} needs values for it ({type(error).__name__})")
     work = method_without_data(config, samples, classes, ranks).working_memory()

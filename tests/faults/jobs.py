@@ -34,7 +34,7 @@ TINY = [
     "data.batch=52", "data.size=8", "data.padding=1", "data.threads=1", "data.prefetch=1", "model.width=4",
     "model.embedding=8", "train.epochs=2",
     "train.sample_log=true", "tracking.uri=", "tracking.log_model=false", "tracking.system_metrics=false",
-    "train.timeout=60", "method.warmup_steps=3", "method.cleaning_start=0.5",
+    "train.timeout=60", "method.name=prototypical", "method.warmup_steps=3", "method.cleaning_start=0.5",
 ]  # fmt: skip
 PLAIN = [word for word in TINY if not word.startswith("method.")] + ["method.name=cross_entropy"]
 

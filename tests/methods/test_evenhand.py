@@ -90,6 +90,7 @@ def test_a_bank_has_equally_many_of_every_class_or_all_there_are() -> None:
     survey = survey_of(surveyed(0, given, method.network.features))
     place, _ = method._bank(torch.from_numpy(given), survey)
     assert np.bincount(given[(place >= 0).numpy()], minlength=K).tolist() == [6, 6, 2]
+    assert (method.gathered_samples(), learner(given).gathered_samples()) == (18, 42)
 
 
 def test_a_label_is_not_confirmed_by_its_own_sample() -> None:

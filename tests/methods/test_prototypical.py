@@ -24,6 +24,7 @@ def method(*words: str) -> Prototypical:
             "model.width=8",
             "model.norm=group",
             "model.embedding=6",
+            "method.name=prototypical",
             "method.cleaning_start=0.2",
             "train.epochs=10",
             *words,

@@ -129,7 +129,7 @@ def config_of(*changed: str, method: str = "prototypical") -> Config:
 
 def resume(*changed: str) -> None:
     data: Any = SimpleNamespace(train=SimpleNamespace(manifest=SimpleNamespace(hash="abc")), features=None)
-    saved = {"config": Config().model_dump(mode="json"), "data": {"manifest": "abc"}}
+    saved = {"config": config_of().model_dump(mode="json"), "data": {"manifest": "abc"}}
     check_resumable(config_of(*changed), data, saved, "step-7")
 
 

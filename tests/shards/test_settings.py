@@ -32,7 +32,7 @@ def refused(*words: str) -> str:
         ("data.cache=/disk", "data.cache is a group of settings. Set one of data.cache.folder, data.cache.max_gb"),
         ("optim=fast", "optim is a group of settings. Set one of optim."),
         ("method.name=protypical", "Did you mean 'prototypical'?"),
-        ("method.temprature=1", "Did you mean 'method.temperature'?"),
+        ("method.neighbors=1", "Did you mean 'method.neighbours'?"),
         ("train.epochs=three", "train.epochs: input should be a valid integer"),
         ("train.epochs=0", "train.epochs: input should be greater than 0 (got 0)"),
         ("optim.lr=-1", "optim.lr: input should be greater than 0 (got -1)"),
@@ -84,7 +84,7 @@ def test_later_settings_win_and_recipes_lie_between(tmp_path) -> None:
     assert (own.optim.lr, own.optim.momentum, own.train.epochs) == (0.5, 0.7, 7)
     common = configuration.load(["--config", str(file), "method.name=cross_entropy", "recipe=common"])
     assert (common.optim.lr, common.optim.momentum) == (0.3, 0.9)
-    method = configuration.load(["--config", str(file), "recipe=common"]).method
+    method = configuration.load(["--config", str(file), "method.name=prototypical", "recipe=common"]).method
     assert method.mixup == 4  # options of the method itself always count
 
 

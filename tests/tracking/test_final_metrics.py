@@ -54,8 +54,8 @@ def test_what_differs_stands_first_in_the_name_of_a_run() -> None:
 
 def test_two_folders_have_two_output_folders_and_the_old_names_stay() -> None:
     own = Config.model_validate({"shards": {"source": "folder", "path": "photos/flowers"}})
-    assert default_folder(own) == "runs/flowers_prototypical_seed0"
-    assert default_folder(Config()) == "runs/digits_rho10_noise0.5_prototypical_seed0"
+    assert default_folder(own) == "runs/flowers_evenhand_seed0"
+    assert default_folder(Config()) == "runs/digits_rho10_noise0.5_evenhand_seed0"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_run_on_shards_of_a_folder_has_its_name_and_claims_nothing_of_digits(t
     _build_tracker(config, alone, tmp_path / "run", open_split(shards, "train"), None).finish("FINISHED")
     start, dataset, _ = (record for _, record in journal.read(tmp_path / "run" / "journal.jsonl"))
     params, tags = start["params"], start["tags"]
-    assert start["name"] == "prototypical seed=0 · flowers"
+    assert start["name"] == "evenhand seed=0 · flowers"
     assert (tags["dataset"], tags["source"]) == ("flowers", "folder")
     assert not {"rho", "noise"} & tags.keys()
     shown = {key: params[f"shards.{key}"] for key in ("url", "source", "rho", "noise", "path")}

@@ -19,7 +19,7 @@ from pipeline.distributed.world import World
 from pipeline.inference import model as exported
 from pipeline.training.build import build
 
-QUICK = ("train.epochs=3", "data.batch=128", "model.width=8", "data.threads=1", "method.warmup_steps=3",
+QUICK = ("train.epochs=3", "data.batch=128", "model.width=8", "data.threads=1", "method.name=prototypical", "method.warmup_steps=3",
          "method.cleaning_start=0.34", "tracking.uri=", "tracking.system_metrics=false", "checkpoint.background=false")  # fmt: skip
 TIMES = ("time/",)
 
