@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
+
+import torch
 
 T = TypeVar("T")
 MB = 1 << 20
@@ -24,6 +27,15 @@ def peak_growth(work: Callable[[], T]) -> tuple[T, float]:
     before = _size("VmRSS")
     result = work()
     return result, (_size("VmHWM") - before) / 1024
+
+
+def peak_of_tensors(work: Callable[[], object]) -> int:
+    """How many bytes the tensors hold that `work` makes, at the highest: what no library's own buffers blur."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as found:
+        work()
+    results = found.profiler.kineto_results  # type: ignore[union-attr]
+    memory = sorted((event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]")
+    return max(itertools.accumulate(size for _, size in memory))
 
 
 def _size(name: str) -> int:
