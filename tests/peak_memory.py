@@ -1,4 +1,4 @@
-"""How much host memory a piece of work needs at its peak, libraries included (Linux)."""
+"""How much host memory a piece of work needs at its peak: the whole process (Linux), or its tensors alone."""
 
 from __future__ import annotations
 
